@@ -1,0 +1,107 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "apps/lr_schedule.h"
+#include "apps/token_file.h"
+#include "models/transformer_config.h"
+
+namespace apps {
+
+struct DataConfig {
+  /// Relative to the working directory.
+  std::string path;
+  TokenFormat format = TokenFormat::bytes;
+};
+
+struct TrainingConfig {
+  int64_t steps = 0;
+  /// Sequences in a step, over all ranks.
+  int64_t global_batch_size = 0;
+  int64_t sequence_length = 0;
+  /// Weights, order of the data and the text sample follow from it.
+  int64_t seed = 0;
+  /// Gradients are scaled down to this global norm; 0: they are not.
+  double max_norm = 1.0;
+  /// Length of the text that is sampled after training; 0: none. Needs data.format bytes and model.vocab_size 256.
+  int64_t sample_bytes = 0;
+  std::string sample_prompt = "def ";
+  /// 0: always the most likely byte.
+  double sample_temperature = 0.8;
+};
+
+struct ParallelismConfig {
+  int64_t replicate = 1;
+  /// Ranks that share one copy of the parameters; -1 (`auto` in YAML): all there are.
+  int64_t shard = -1;
+  /// Empty (`default` in YAML): every unit but the root.
+  std::optional<bool> reshard_after_forward = std::nullopt;
+};
+
+enum class OptimizerName { adamw, sgd };
+
+struct OptimizerConfig {
+  OptimizerName name = OptimizerName::adamw;
+  double lr = 0.0;
+  double weight_decay = 0.01;
+  /// adamw only.
+  double beta1 = 0.9, beta2 = 0.999, eps = 1e-8;
+  /// sgd only.
+  double momentum = 0.0;
+};
+
+struct MetricsConfig {
+  /// Run folder: metrics.jsonl and the resolved config.yaml.
+  std::string folder;
+  /// The first and the last step are always logged.
+  int64_t log_every = 10;
+};
+
+enum class CommBackend { automatic, gloo, nccl };
+
+struct CommConfig {
+  CommBackend backend = CommBackend::automatic;
+  /// How long a collective may take before the ranks that wait for it give up.
+  int64_t timeout_seconds = 300;
+};
+
+/// Everything a training run is told, one struct a section of the YAML file, members named as its keys.
+struct Config {
+  models::TransformerConfig model;
+  DataConfig data;
+  TrainingConfig training;
+  ParallelismConfig parallelism;
+  OptimizerConfig optimizer;
+  LrScheduleConfig lr_schedule;
+  MetricsConfig metrics;
+  CommConfig comm;
+};
+
+/// Reads a configuration file and lays overrides `section.key=value` (the later one wins) over it.
+///
+/// Strict: an unknown, repeated, missing, mistyped or out-of-range key is refused, and so are the spellings that YAML
+/// reads as something else (`012`, `0x10`, `yes`). Throws dtensor::ValueError with one line a problem,
+/// `[config] file:line:column: section.key: expected int, got 'x'`, with `--set` as the place of an override;
+/// dtensor::NotSupportedError for a parallelism.replicate above 1.
+Config read_config(const std::string& path, const std::vector<std::string>& overrides = {});
+
+/// The same for a text; `name` stands for the file in places.
+Config parse_config(const std::string& text, const std::string& name, const std::vector<std::string>& overrides = {});
+
+/// The whole configuration, defaults included, as YAML that reads back to the same configuration.
+std::string to_yaml(const Config& config);
+
+/// `section.key` and its value as YAML text, in the order of to_yaml.
+struct ConfigValue {
+  std::string name, value;
+};
+std::vector<ConfigValue> config_values(const Config& config);
+
+/// Number of ranks on the shard axis when launched with `world_size` ranks. Throws dtensor::ValueError when
+/// replicate x shard is another number.
+int64_t shard_ranks(const ParallelismConfig& parallelism, int64_t world_size);
+
+}  // namespace apps

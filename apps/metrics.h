@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cstdint>
+#include <fstream>
+#include <string>
+
+#include "apps/config.h"
+
+namespace apps {
+
+/// What is logged of one training step.
+struct StepMetrics {
+  /// From 1.
+  int64_t step = 0;
+  /// Mean over the global batch, before the step.
+  double loss = 0.0;
+  /// Global norm of the gradients before they were clipped.
+  double grad_norm = 0.0;
+  double lr = 0.0;
+  /// Over all ranks, since the step that was logged before.
+  double tokens_per_second = 0.0;
+  /// Of the rank that uses most: allocator on CUDA, resident memory on CPU.
+  int64_t peak_memory_bytes = 0;
+  /// Trained on so far, over all ranks.
+  int64_t tokens = 0;
+  /// Since training began.
+  double seconds = 0.0;
+};
+
+/// One line of JSON without the newline. Numbers that are not finite become null, since JSON has no word for them.
+std::string to_json(const StepMetrics& metrics);
+
+/// One console line of fixed columns, without the newline.
+std::string to_console(const StepMetrics& metrics, int64_t steps);
+
+/// The folder of one run, kept by one rank: metrics.jsonl and the resolved config.yaml. A former run's files of these
+/// names are replaced. Every line is flushed, so that a run that was killed can be read up to its last logged step.
+class RunFolder {
+ public:
+  /// Makes the folder where needed and starts both files. Throws dtensor::ValueError when the folder is a file or
+  /// cannot be made or written.
+  explicit RunFolder(const Config& config);
+
+  /// True when a metrics.jsonl of a former run was there.
+  bool replaced() const { return replaced_; }
+  /// Appends one line. Throws std::runtime_error when it cannot be written, for example on a full disk.
+  void append(const StepMetrics& metrics);
+
+ private:
+  std::string path_;
+  bool replaced_ = false;
+  std::ofstream file_;
+};
+
+}  // namespace apps

@@ -1,0 +1,231 @@
+#include "dtensor/dispatch.h"
+
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/autograd/grad_mode.h>
+#include <torch/library.h>
+
+#include "dtensor/error.h"
+#include "dtensor/operator_call.h"
+#include "dtensor/rules.h"
+
+namespace dtensor {
+namespace {
+
+thread_local OperatorInterceptor* interceptor = nullptr;
+thread_local bool sharded_rules = false;
+
+// ---- storages of gathered parameters ----
+
+struct StorageTable {
+  std::shared_mutex mutex;
+  std::unordered_map<const c10::StorageImpl*, std::pair<std::weak_ptr<ParameterOwner>, size_t>> owners;
+};
+
+StorageTable& storage_table() {
+  // Leaked: tensors may outlive static destruction.
+  static auto* table = new StorageTable;
+  return *table;
+}
+
+// ---- key bit of plain views ----
+
+struct KeySetAccess : c10::TensorImpl {
+  static void add_key(c10::TensorImpl* impl) {
+    const auto member = &KeySetAccess::key_set_;
+    impl->*member = impl->key_set().add(kDTensorKey);
+  }
+};
+
+// Owners read by one operator, pinned so that gathering one does not free another.
+class PinnedOwners {
+ public:
+  PinnedOwners() = default;
+  PinnedOwners(const PinnedOwners&) = delete;
+  PinnedOwners& operator=(const PinnedOwners&) = delete;
+  ~PinnedOwners() {
+    for (auto& owner : owners_) owner->unpin();
+  }
+  void add(const std::shared_ptr<ParameterOwner>& owner) {
+    for (auto& known : owners_) {
+      if (known == owner) return;
+    }
+    owner->pin();
+    owners_.push_back(owner);
+  }
+
+ private:
+  c10::SmallVector<std::shared_ptr<ParameterOwner>, 2> owners_;
+};
+
+struct WholeArgument {
+  at::Tensor original, whole;
+  std::shared_ptr<ParameterOwner> owner;
+  size_t index;
+  bool written;
+};
+
+// Rule 1 and 6: the operator sees whole parameters.
+void run_on_whole(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  PinnedOwners pinned;
+  c10::SmallVector<WholeArgument, 4> wholes;
+  replace_tensors(op, stack, [&](const at::Tensor& tensor, const c10::Argument& argument) -> at::Tensor {
+    if (!tensor.defined() || !tensor.key_set().has(kDTensorKey)) return tensor;
+    const bool written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    if (auto* impl = dtensor_impl(tensor)) {
+      auto owner = impl->owner();
+      if (!owner) refuse_mixed(op, *impl);
+      pinned.add(owner);
+      auto whole = owner->unsharded(impl->owner_index());
+      wholes.push_back({tensor, whole, owner, impl->owner_index(), written});
+      return whole;
+    }
+    if (auto found = unsharded_storage_owner(tensor); found.owner) {
+      pinned.add(found.owner);
+      found.owner->gather();
+      wholes.push_back({tensor, tensor, found.owner, found.index, written});
+    }
+    return tensor;
+  });
+  op.callBoxed(&stack);
+  for (auto& argument : wholes) {
+    if (argument.written) argument.owner->written(argument.index);
+  }
+  replace_results(op, stack, [&](const at::Tensor& result) -> at::Tensor {
+    if (!result.defined()) return result;
+    for (auto& argument : wholes) {
+      if (result.is_same(argument.whole)) return argument.original;
+    }
+    if (!result.key_set().has(kDTensorKey) && result.has_storage()) {
+      // A view of a gathered parameter outlives the gather: with the key it comes back here when it is read.
+      for (auto& argument : wholes) {
+        if (result.storage().unsafeGetStorageImpl() == argument.whole.storage().unsafeGetStorageImpl()) {
+          KeySetAccess::add_key(result.unsafeGetTensorImpl());
+          break;
+        }
+      }
+    }
+    return result;
+  });
+}
+
+// What the tensor arguments of a call are, as far as the choice of rule needs it.
+struct Census {
+  bool deferred = false;          // made by meta_init, no values
+  bool distributed = false;       // any distributed tensor
+  bool whole = false;             // a managed parameter that may be read whole, or a view of a gathered one
+  const DTensorImpl* managed = nullptr;
+  bool companion = false;         // a distributed tensor that nobody manages (optimizer state, gradient)
+};
+
+Census take_census(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  Census census;
+  for_each_tensor(op, stack, [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.key_set().has(kDTensorKey)) return;
+    auto* impl = dtensor_impl(tensor);
+    if (impl == nullptr) {
+      auto found = unsharded_storage_owner(tensor);
+      if (!found.owner) return;
+      if (!found.owner->readable()) {
+        raise<StateError>(op.schema().name().c_str(),
+                          "a view of a sharded parameter is read outside a forward, expected inside one; take the view "
+                          "again where it is used, or copy it with clone()");
+      }
+      census.whole = true;
+      return;
+    }
+    if (impl->state() == DTensorImpl::State::deferred) {
+      auto owner = impl->owner();
+      // The owner's error lists everything that has no values.
+      if (owner && owner->readable()) owner->unsharded(impl->owner_index());
+      census.deferred = true;
+      return;
+    }
+    census.distributed = true;
+    auto owner = impl->owner();
+    if (!owner) {
+      census.companion = true;
+    } else if (!sharded_rules && owner->readable()) {
+      census.whole = true;
+      census.managed = impl;
+    }
+  });
+  return census;
+}
+
+// Optimizers and averages that run inside a forward scope mix parameters with state of the same layout: those stay
+// sharded.
+bool mixes_with_companions(const c10::OperatorHandle& op, torch::jit::Stack& stack, const Census& census) {
+  if (!census.companion || census.managed == nullptr) return false;
+  bool mixed = false;
+  for_each_tensor(op, stack, [&](const at::Tensor& tensor) {
+    auto* impl = distributed_impl(tensor);
+    if (impl != nullptr && !impl->owner() && impl->dim() > 0) mixed = true;
+  });
+  return mixed;
+}
+
+void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard below(kDTensorKey);
+  if (interceptor != nullptr && interceptor->intercept(op, *stack)) return;
+  const auto census = take_census(op, *stack);
+  if (census.whole && !mixes_with_companions(op, *stack, census)) {
+    run_on_whole(op, *stack);
+  } else if (census.distributed || census.deferred) {
+    run_on_shards(op, *stack);
+  } else {
+    op.callBoxed(stack);
+  }
+}
+
+}  // namespace
+
+OperatorInterceptor::~OperatorInterceptor() = default;
+
+InterceptScope::InterceptScope(OperatorInterceptor& scope)
+    : former_(interceptor), former_included_(c10::impl::tls_is_dispatch_key_included(kDTensorKey)) {
+  interceptor = &scope;
+  c10::impl::tls_set_dispatch_key_included(kDTensorKey, true);
+}
+
+InterceptScope::~InterceptScope() {
+  interceptor = former_;
+  c10::impl::tls_set_dispatch_key_included(kDTensorKey, former_included_);
+}
+
+ShardedRulesGuard::ShardedRulesGuard() : former_(sharded_rules) { sharded_rules = true; }
+ShardedRulesGuard::~ShardedRulesGuard() { sharded_rules = former_; }
+
+void register_unsharded_storage(const c10::StorageImpl* storage, std::weak_ptr<ParameterOwner> owner, size_t index) {
+  auto& table = storage_table();
+  std::unique_lock lock(table.mutex);
+  table.owners[storage] = {std::move(owner), index};
+}
+
+void forget_unsharded_storage(const c10::StorageImpl* storage) {
+  auto& table = storage_table();
+  std::unique_lock lock(table.mutex);
+  table.owners.erase(storage);
+}
+
+StorageOwner unsharded_storage_owner(const at::TensorBase& tensor) {
+  if (!tensor.has_storage()) return {};
+  auto& table = storage_table();
+  std::shared_lock lock(table.mutex);
+  auto found = table.owners.find(tensor.storage().unsafeGetStorageImpl());
+  if (found == table.owners.end()) return {};
+  return {found->second.first.lock(), found->second.second};
+}
+
+TORCH_LIBRARY_IMPL(_, DeferredInit, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+}  // namespace dtensor

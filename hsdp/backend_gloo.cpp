@@ -1,0 +1,17 @@
+// The one file that sees ProcessGroupGloo.hpp. libtorch contains Gloo but ships none of its headers, and those of the
+// distribution may be older: nothing here touches a Gloo type.
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+#include "hsdp/backend.h"
+
+namespace hsdp {
+
+bool gloo_available() { return true; }
+
+c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store, int64_t rank,
+                                                    int64_t size, std::chrono::milliseconds timeout) {
+  return c10::make_intrusive<c10d::ProcessGroupGloo>(store, static_cast<int>(rank), static_cast<int>(size),
+                                                     c10d::ProcessGroupGloo::Options::create_default(timeout));
+}
+
+}  // namespace hsdp

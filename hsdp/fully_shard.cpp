@@ -1,0 +1,24 @@
+#include "hsdp/fully_shard.h"
+
+#include <sstream>
+
+#include <ATen/ATen.h>
+
+#include "dtensor/dtensor.h"
+
+namespace hsdp {
+
+at::Tensor unsharded(const at::Tensor& parameter) { return dtensor::DTensor(parameter).full_tensor(); }
+
+std::string to_string(const at::Tensor& tensor) {
+  std::ostringstream text;
+  text << dtensor::describe(tensor);
+  if (auto* impl = dtensor::distributed_impl(tensor)) {
+    if (!impl->local().is_meta()) text << "\n" << impl->local().detach();
+  } else if (tensor.defined() && dtensor::dtensor_impl(tensor) == nullptr) {
+    text << "\n" << tensor;
+  }
+  return text.str();
+}
+
+}  // namespace hsdp

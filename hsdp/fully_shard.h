@@ -1,0 +1,119 @@
+#pragma once
+
+#include <memory>
+#include <type_traits>
+#include <utility>
+
+#include <torch/nn/pimpl.h>
+
+#include "hsdp/saved_tensors.h"
+#include "hsdp/sharded_module.h"
+
+namespace hsdp {
+
+/// Inside it this thread's operators see whole parameters of one sharded module: what `model->forward(x)` opens for the
+/// length of a full expression, for code that takes a `Net&`. Scopes nest; the outermost frees what should not stay
+/// gathered. Throws StateError while another thread is in a scope of the same module.
+class ForwardScope {
+ public:
+  explicit ForwardScope(std::shared_ptr<ShardedModule> module)
+      : module_(std::move(module)), scheduler_(module_->scheduler()) {
+    scheduler_->enter_scope();
+  }
+  ~ForwardScope() {
+    if (scheduler_) scheduler_->leave_scope();
+  }
+  ForwardScope(const ForwardScope&) = delete;
+  ForwardScope& operator=(const ForwardScope&) = delete;
+
+ private:
+  std::shared_ptr<ShardedModule> module_;
+  std::shared_ptr<Scheduler> scheduler_;
+  SavedTensorScope saved_tensors_;
+};
+
+/// A fully sharded module of class M: a handle that copies share.
+///
+/// `model->anything(...)` calls the member of M inside a forward scope that ends with the full expression; `model(x)` is
+/// `model->forward(x)`. Everything else that a training loop needs from the sharded state is a member with a dot.
+/// Threads: one forward at a time. Collective functions must be called by all ranks in the same order.
+template <class M>
+class FullySharded {
+ public:
+  /// What operator-> returns: keeps the scope open until the end of the full expression.
+  class ScopeProxy {
+   public:
+    ScopeProxy(std::shared_ptr<ShardedModule> core, M* module) : scope_(std::move(core)), module_(module) {}
+    M* operator->() const { return module_; }
+
+   private:
+    ForwardScope scope_;
+    M* module_;
+  };
+
+  FullySharded(std::shared_ptr<ShardedModule> core, std::shared_ptr<M> module)
+      : core_(std::move(core)), module_(std::move(module)) {}
+
+  ScopeProxy operator->() const { return ScopeProxy(core_, module_.get()); }
+
+  /// `forward` with these arguments.
+  template <class... Arguments>
+  auto operator()(Arguments&&... arguments) const {
+    ForwardScope scope(core_);
+    return module_->forward(std::forward<Arguments>(arguments)...);
+  }
+
+  /// Memory and values in one go: to_empty, reset_sharded_param, replay_init. Collective.
+  void materialize(at::Device device) const { core_->materialize(device); }
+  /// See ShardedModule; each ends with whole identities.
+  void to_empty(at::Device device) const { core_->to_empty(device); }
+  int64_t reset_sharded_param() const { return core_->reset_sharded_param(); }
+  void replay_init() const { core_->replay_init(); }
+  /// Makes the module usable again after an exception in a step: what was in flight is dropped, landed gradients stay.
+  void reset_iteration_state() const { core_->scheduler()->reset_iteration_state(); }
+
+  /// The module itself, without a scope: for its structure. Its parameters are sharded there.
+  M& module() const { return *module_; }
+  const std::shared_ptr<ShardedModule>& core() const { return core_; }
+
+ private:
+  std::shared_ptr<ShardedModule> core_;
+  std::shared_ptr<M> module_;
+};
+
+namespace detail {
+
+template <class N>
+auto shared_module(N&& net) {
+  using Plain = std::remove_cvref_t<N>;
+  if constexpr (torch::detail::is_module_holder<Plain>::value) {
+    return net.is_empty() ? std::shared_ptr<typename Plain::ContainedType>() : net.ptr();
+  } else if constexpr (std::is_base_of_v<torch::nn::Module, Plain>) {
+    static_assert(!std::is_lvalue_reference_v<N>,
+                  "fully_shard takes a module holder, a shared_ptr, or a module value that it may keep: std::move(net)");
+    return std::make_shared<Plain>(std::forward<N>(net));
+  } else {
+    return net;  // std::shared_ptr<M>
+  }
+}
+
+}  // namespace detail
+
+/// Shards the parameters of a module made by meta_init, in place, over the mesh: each becomes a DTensor with Shard(0),
+/// chunked as torch.chunk does. `net` is a module holder, a shared_ptr, or a module value. Submodules may have been
+/// sharded before (bottom-up): they keep their units. No communication, no memory. Throws as ShardedModule::create does.
+template <class N>
+auto fully_shard(N&& net, const FullyShardOptions& options = {}) {
+  auto module = detail::shared_module(std::forward<N>(net));
+  using M = typename decltype(module)::element_type;
+  auto core = ShardedModule::create(module, options);
+  return FullySharded<M>(std::move(core), std::move(module));
+}
+
+/// The whole value of a sharded parameter on every rank, outside a forward. Collective.
+at::Tensor unsharded(const at::Tensor& parameter);
+
+/// A tensor for a log, without communication: for a sharded one its description and this rank's part.
+std::string to_string(const at::Tensor& tensor);
+
+}  // namespace hsdp

@@ -1,0 +1,305 @@
+#include "hsdp/init.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+
+#include <csignal>
+#include <cstdio>
+#include <map>
+#include <mutex>
+#include <numeric>
+#include <optional>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
+
+#include "dtensor/collective.h"
+#include "dtensor/error.h"
+#include "hsdp/backend.h"
+#include "hsdp/device.h"
+#include "hsdp/launcher_env.h"
+
+namespace hsdp {
+
+using dtensor::CommunicationError;
+using dtensor::NotSupportedError;
+using dtensor::raise;
+using dtensor::StateError;
+using dtensor::ValueError;
+
+struct Environment::State {
+  LauncherEnv launcher;
+  InitOptions options;
+  std::string backend_name = "none";
+  c10::Device device{c10::kCPU};
+  // In this order, so that groups end before the store they met in.
+  c10::intrusive_ptr<c10d::Store> store;
+  c10::intrusive_ptr<c10d::Backend> backend;
+  std::shared_ptr<dtensor::Communicator> communicator;
+  std::shared_ptr<const dtensor::DeviceMesh> mesh;
+  // How often a group of the same ranks and axis was made: its members count alike, whatever other groups exist.
+  std::map<std::string, int64_t> group_uses;
+};
+
+namespace {
+
+constexpr const char* kWhere = "init";
+
+std::string seconds_text(std::chrono::milliseconds duration) {
+  return c10::str(static_cast<double>(duration.count()) / 1000.0, " s");
+}
+
+/// c10d logs every failed attempt with a stack trace. The error that follows says it all in one line, so the log
+/// is kept for those who ask for it. The level is the process's: a guard is held by one thread, while it connects.
+class QuietLog {
+ public:
+  QuietLog() : level_(FLAGS_caffe2_log_level) {
+    const bool asked = process_env("TORCH_CPP_LOG_LEVEL") || process_env("TORCH_SHOW_CPP_STACKTRACES");
+    if (!asked) FLAGS_caffe2_log_level = kFatalOnly;
+  }
+  ~QuietLog() { FLAGS_caffe2_log_level = level_; }
+  QuietLog(const QuietLog&) = delete;
+  QuietLog& operator=(const QuietLog&) = delete;
+
+ private:
+  static constexpr int kFatalOnly = 3;
+  int level_;
+};
+
+/// Failures of c10d while ranks meet. The cause is usually another rank, so the text says what this one waited for.
+template <class F>
+auto meeting(const LauncherEnv& launcher, std::chrono::milliseconds timeout, const std::string& what, const F& body) {
+  const QuietLog quiet;
+  try {
+    return body();
+  } catch (const dtensor::Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    raise<CommunicationError>(kWhere, what, " failed on rank ", launcher.rank, " of ", launcher.world_size,
+                              " (timeout ", seconds_text(timeout), "): ", dtensor::backend_message(error),
+                              "; every rank must start, with the same addresses, within the timeout");
+  }
+}
+
+/// Refuses bad options and picks "gloo" or "nccl".
+std::string choose_backend(const InitOptions& options) {
+  if (options.timeout <= std::chrono::milliseconds(0)) {
+    raise<ValueError>(kWhere, "timeout ", seconds_text(options.timeout), ", expected more than 0");
+  }
+  if (options.backend == "auto") return nccl_available() && cuda_device_count() > 0 ? "nccl" : "gloo";
+  if (options.backend != "gloo" && options.backend != "nccl") {
+    raise<ValueError>(kWhere, "backend '", options.backend, "', expected auto, gloo or nccl");
+  }
+  return options.backend;
+}
+
+void check_backend(const std::string& backend, const LauncherEnv& launcher) {
+  if (backend == "nccl") {
+    if (!nccl_available()) {
+      raise<NotSupportedError>(kWhere,
+                               "backend nccl in a build without NCCL, expected gloo; or build on a machine with "
+                               "a CUDA toolkit");
+    }
+    const int64_t devices = cuda_device_count();
+    if (launcher.local_rank >= devices) {
+      raise<ValueError>(
+          kWhere, "local rank ", launcher.local_rank, " but ", devices,
+          " visible CUDA devices, expected one device a rank; start fewer ranks on this host, or use gloo");
+    }
+  } else if (launcher.world_size > 1 && !gloo_available()) {
+    raise<NotSupportedError>(kWhere, "backend gloo in a build without Gloo; build with HSDP_WITH_GLOO=ON");
+  }
+}
+
+c10::intrusive_ptr<c10d::Store> connect_store(const LauncherEnv& launcher, std::chrono::milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(launcher.master_port);
+  options.isServer = launcher.rank == 0 && !launcher.launcher_serves_store;
+  options.numWorkers = static_cast<size_t>(launcher.world_size);
+  options.timeout = timeout;
+  options.multiTenant = true;
+  const std::string what = c10::str("the store at ", launcher.master_addr, ":", launcher.master_port);
+  auto store = meeting(launcher, timeout, what,
+                       [&] { return c10::make_intrusive<c10d::TCPStore>(launcher.master_addr, options); });
+  return c10::make_intrusive<c10d::PrefixStore>(c10::str("hsdp/attempt_", launcher.restart_count), store);
+}
+
+/// All ranks must talk through the same backend: otherwise each would wait for a partner that never comes.
+void agree(c10d::Store& store, const LauncherEnv& launcher, const std::string& backend) {
+  if (launcher.rank == 0) store.set("backend", backend);
+  const std::string expected = store.get_to_str("backend");
+  if (expected != backend) {
+    raise<ValueError>(kWhere, "rank ", launcher.rank, " uses backend ", backend, " and rank 0 ", expected,
+                      ", expected one backend for all ranks; set it explicitly");
+  }
+}
+
+c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name, const c10::intrusive_ptr<c10d::Store>& store,
+                                               int64_t rank, int64_t size, std::chrono::milliseconds timeout,
+                                               c10::Device device) {
+  return name == "nccl" ? make_nccl_backend(store, rank, size, timeout, device)
+                        : make_gloo_backend(store, rank, size, timeout);
+}
+
+/// Gloo writes to sockets whose other end may be gone. Left at its default, the signal would end this process without a
+/// word where it should say which collective failed. A handler of the program's own stays.
+void ignore_broken_pipes() {
+  struct sigaction action {};
+  if (sigaction(SIGPIPE, nullptr, &action) == 0 && action.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
+}
+
+struct Current {
+  std::mutex mutex;
+  std::optional<Environment> environment;
+};
+
+/// Never destroyed: at exit, threads of a backend may still run, and closing a group would wait for other ranks.
+Current& current() {
+  static auto* instance = new Current;
+  return *instance;
+}
+
+void announce(const Environment& environment, const std::string& source) {
+  const int64_t ranks = environment.world_size();
+  const std::string device = c10::DeviceTypeName(environment.device().type(), /*lower_case=*/true);
+  std::string text = c10::str("hsdp: ", ranks, ranks == 1 ? " rank" : " ranks");
+  text += source == "alone" ? ", alone" : " from " + source;
+  if (ranks > 1) text += ", " + environment.backend();
+  std::fprintf(stderr, "%s, %s\n", text.c_str(), device.c_str());
+}
+
+}  // namespace
+
+Environment Environment::start(const LauncherEnv& launcher, const InitOptions& options,
+                               c10::intrusive_ptr<c10d::Store> store) {
+  auto state = std::make_shared<State>();
+  state->launcher = launcher;
+  state->options = options;
+  const std::string backend = choose_backend(options);
+  check_backend(backend, launcher);
+  if (backend == "nccl") {
+    set_cuda_device(launcher.local_rank);
+    state->device = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(launcher.local_rank));
+  }
+  if (launcher.world_size == 1) {
+    state->communicator = dtensor::make_self_communicator();
+  } else {
+    state->backend_name = backend;
+    ignore_broken_pipes();
+    state->store = store ? std::move(store) : connect_store(launcher, options.timeout);
+    meeting(launcher, options.timeout, c10::str("connecting ranks over ", backend), [&] {
+      state->store->setTimeout(options.timeout);
+      agree(*state->store, launcher, backend);
+      const auto world = c10::make_intrusive<c10d::PrefixStore>("world", state->store);
+      state->backend = make_backend(backend, world, launcher.rank, launcher.world_size, options.timeout, state->device);
+    });
+    state->communicator = dtensor::make_c10d_communicator(state->backend, "shard", options.timeout);
+    // A rank that left early could take the store with it while others still connect.
+    state->communicator->barrier({"barrier", "init"});
+  }
+  state->mesh = dtensor::DeviceMesh::from_communicator(state->device.type(), state->communicator, "shard");
+  return Environment(std::move(state));
+}
+
+int64_t Environment::rank() const { return state_->launcher.rank; }
+int64_t Environment::world_size() const { return state_->launcher.world_size; }
+int64_t Environment::local_rank() const { return state_->launcher.local_rank; }
+c10::Device Environment::device() const { return state_->device; }
+const std::string& Environment::backend() const { return state_->backend_name; }
+const InitOptions& Environment::options() const { return state_->options; }
+const std::shared_ptr<dtensor::Communicator>& Environment::communicator() const { return state_->communicator; }
+const std::shared_ptr<const dtensor::DeviceMesh>& Environment::mesh() const { return state_->mesh; }
+
+std::shared_ptr<const dtensor::DeviceMesh> Environment::make_mesh(std::vector<int64_t> sizes,
+                                                                  std::vector<std::string> names) const {
+  // Everything that can be refused is refused before the first group is made. Sizes that fit the world contain this
+  // rank; for others any rank serves to have sizes and names checked.
+  const auto plan = dtensor::DeviceMesh::create(state_->device.type(), sizes, names, 0);
+  if (plan->size() != world_size()) {
+    raise<ValueError>("make_mesh", plan->to_string(), " has ", plan->size(), " ranks and the world ", world_size(),
+                      ", expected sizes that multiply to the world size");
+  }
+  const auto make_group = [&](const std::vector<int64_t>& ranks, const std::string& axis) {
+    const auto timeout = state_->options.timeout;
+    if (static_cast<int64_t>(ranks.size()) == world_size()) {
+      return dtensor::make_c10d_communicator(state_->backend, axis, timeout);
+    }
+    std::string key = "group/" + axis;
+    int64_t index = 0;
+    for (size_t i = 0; i < ranks.size(); ++i) {
+      key += c10::str("/", ranks[i]);
+      if (ranks[i] == rank()) index = static_cast<int64_t>(i);
+    }
+    key += c10::str("/use_", state_->group_uses[key]++);
+    auto backend = meeting(state_->launcher, timeout, c10::str("connecting axis ", axis), [&] {
+      const auto store = c10::make_intrusive<c10d::PrefixStore>(key, state_->store);
+      return make_backend(state_->backend_name, store, index, static_cast<int64_t>(ranks.size()), timeout,
+                          state_->device);
+    });
+    return dtensor::make_c10d_communicator(std::move(backend), axis, timeout);
+  };
+  auto mesh =
+      dtensor::DeviceMesh::create(state_->device.type(), std::move(sizes), std::move(names), rank(), make_group);
+  barrier("make_mesh");
+  return mesh;
+}
+
+void Environment::barrier(std::string_view purpose) const { state_->communicator->barrier({"barrier", purpose}); }
+
+Environment init(const InitOptions& options) {
+  std::lock_guard lock(current().mutex);
+  auto& environment = current().environment;
+  if (environment) {
+    if (environment->options() != options) {
+      raise<StateError>(kWhere, "called again with backend ", options.backend, " and timeout ",
+                        seconds_text(options.timeout), ", first with ", environment->options().backend, " and ",
+                        seconds_text(environment->options().timeout),
+                        ", expected the same options; use current_environment(), or call shutdown() before");
+    }
+    return *environment;
+  }
+  const LauncherEnv launcher = read_launcher_env(process_env);
+  environment = Environment::start(launcher, options, nullptr);
+  if (launcher.rank == 0) announce(*environment, launcher.source);
+  return *environment;
+}
+
+Environment init_from(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t world_size,
+                      const InitOptions& options) {
+  std::lock_guard lock(current().mutex);
+  auto& environment = current().environment;
+  if (environment) {
+    raise<StateError>("init_from", "this process has an environment already; call shutdown() before");
+  }
+  if (world_size < 1 || rank < 0 || rank >= world_size) {
+    raise<ValueError>("init_from", "rank ", rank, " of ", world_size, ", expected 0 <= rank < world size");
+  }
+  if (world_size > 1 && !store) raise<ValueError>("init_from", "no store for ", world_size, " ranks to meet in");
+  LauncherEnv launcher;
+  launcher.source = "init_from";
+  launcher.rank = launcher.local_rank = rank;
+  launcher.world_size = world_size;
+  if (store) store = c10::make_intrusive<c10d::PrefixStore>("hsdp", std::move(store));
+  environment = Environment::start(launcher, options, std::move(store));
+  return *environment;
+}
+
+Environment current_environment() {
+  std::lock_guard lock(current().mutex);
+  if (!current().environment) {
+    raise<StateError>("current_environment", "this process has no environment; call hsdp::init() first");
+  }
+  return *current().environment;
+}
+
+void shutdown() {
+  std::optional<Environment> environment;
+  {
+    std::lock_guard lock(current().mutex);
+    environment.swap(current().environment);
+  }
+  if (environment) environment->barrier("shutdown");
+}
+
+}  // namespace hsdp

@@ -1,0 +1,93 @@
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "dtensor/communicator.h"
+#include "dtensor/device_mesh.h"
+
+namespace hsdp {
+
+struct LauncherEnv;
+
+struct InitOptions {
+  /// "gloo" trains on the CPU, "nccl" on CUDA devices; "auto" is nccl where this build has it and a device is visible.
+  std::string backend = "auto";
+  /// How long a rank waits for the others, at the start and in every collective.
+  std::chrono::milliseconds timeout = std::chrono::seconds(300);
+
+  bool operator==(const InitOptions&) const = default;
+};
+
+/// This process's place in the job: rank, device, and the groups it communicates in.
+///
+/// A handle: copies share one state, which lives as long as a copy or a mesh made from it does. Threads: one thread
+/// calls the functions that communicate (make_mesh, barrier, shutdown), in the same order on every rank.
+class Environment {
+ public:
+  int64_t rank() const;
+  int64_t world_size() const;
+  /// Position on this host.
+  int64_t local_rank() const;
+  /// Where this rank computes: the CPU, or the CUDA device of the local rank.
+  c10::Device device() const;
+  /// "gloo", "nccl", or "none" for a world of one.
+  const std::string& backend() const;
+  const InitOptions& options() const;
+
+  /// All ranks.
+  const std::shared_ptr<dtensor::Communicator>& communicator() const;
+  /// All ranks along one axis named "shard": what fully_shard uses unless told otherwise.
+  const std::shared_ptr<const dtensor::DeviceMesh>& mesh() const;
+  /// All ranks as an n-D mesh, in row-major order, with a group for each axis. Every rank must call it with the same
+  /// arguments. Throws ValueError when the sizes do not multiply to the world size or the names do not fit.
+  std::shared_ptr<const dtensor::DeviceMesh> make_mesh(std::vector<int64_t> sizes,
+                                                       std::vector<std::string> names) const;
+  /// Returns when every rank has come here; `purpose` is named in errors.
+  void barrier(std::string_view purpose = "world") const;
+
+ private:
+  struct State;
+  explicit Environment(std::shared_ptr<State> state) : state_(std::move(state)) {}
+
+  /// Connects to the launcher's store when `store` is null and there are several ranks.
+  static Environment start(const LauncherEnv& launcher, const InitOptions& options,
+                           c10::intrusive_ptr<c10d::Store> store);
+  friend Environment init(const InitOptions& options);
+  friend Environment init_from(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t world_size,
+                               const InitOptions& options);
+
+  std::shared_ptr<State> state_;
+};
+
+/// Joins the job that the launcher describes (see launcher_env.h), or runs alone; rank 0 says so in one line on stderr.
+/// A second call returns the same environment. With several ranks, SIGPIPE is ignored unless the program handles it, so
+/// that a rank that died becomes an error here and not a silent death.
+///
+/// Throws ValueError for an incomplete or wrong environment, a local rank without a device, or an unknown backend;
+/// NotSupportedError for a backend that this build lacks; StateError for a second call with other options;
+/// CommunicationError when the ranks do not meet within the timeout.
+Environment init(const InitOptions& options = {});
+
+/// The same for a program that brings its own store and knows its rank; prints nothing. `store` is not used when
+/// world_size is 1. Throws StateError when the process has an environment already.
+Environment init_from(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t world_size,
+                      const InitOptions& options = {});
+
+/// The environment of this process. Throws StateError before init().
+Environment current_environment();
+
+/// Waits for all ranks, so that none loses its store to another that has finished, and forgets the environment. Throws
+/// CommunicationError when another rank has failed; the environment is gone all the same. Nothing happens before
+/// init().
+void shutdown();
+
+}  // namespace hsdp

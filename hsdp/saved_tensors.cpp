@@ -1,0 +1,135 @@
+#include "hsdp/saved_tensors.h"
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
+
+#include "dtensor/dispatch.h"
+#include "dtensor/error.h"
+#include "hsdp/unit.h"
+
+namespace hsdp {
+namespace {
+
+using torch::autograd::Engine;
+using torch::autograd::SavedVariableHooks;
+
+thread_local int64_t scopes = 0;
+std::atomic<uint64_t> failures{0};
+
+class SavedTensor : public SavedVariableHooks {
+ public:
+  void call_pack_hook(const at::Tensor& tensor) override {
+    if (auto* impl = dtensor::distributed_impl(tensor)) {
+      // The parameter itself: a custom autograd::Function saved it without the dispatcher.
+      if (auto unit = std::dynamic_pointer_cast<Unit>(impl->owner())) {
+        unit->gather();
+        const auto index = impl->owner_index();
+        return pack(std::move(unit), index, {});
+      }
+    } else if (auto found = dtensor::unsharded_storage_owner(tensor); found.owner) {
+      if (auto unit = std::dynamic_pointer_cast<Unit>(found.owner)) {
+        return pack(std::move(unit), found.index,
+                    Geometry{tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset()});
+      }
+    }
+    // A leaf is kept itself so that its accumulator is found again; a node's own output must not be, it would keep the
+    // node alive.
+    plain_ = tensor.is_leaf() ? tensor : tensor.detach();
+    has_version_ = !tensor.is_inference();
+    if (has_version_) version_ = tensor._version();
+  }
+
+  at::Tensor call_unpack_hook() override {
+    if (!hold_) {
+      if (has_version_ && plain_._version() != version_) {
+        dtensor::raise<dtensor::StateError>("backward", "a tensor of shape ", plain_.sizes(),
+                                            " needed for gradient computation was modified by an inplace operation: it is "
+                                            "at version ", plain_._version(), ", expected ", version_);
+      }
+      return plain_;
+    }
+    auto& unit = hold_->unit();
+    unit.gather();
+    if (unit.generation(index_) != generation_) {
+      dtensor::raise<dtensor::StateError>("backward", "parameter \"", unit.parameters()[index_].name(),
+                                          "\" needed for gradient computation was modified by an inplace operation since "
+                                          "the forward, expected unchanged weights; run backward before optimizer.step()");
+    }
+    c10::impl::ExcludeDispatchKeyGuard below(dtensor::kDTensorKey);
+    c10::InferenceMode normal(false);
+    at::NoGradGuard no_grad;
+    // An alias with a version counter of its own: writing gathered bytes must not look like a change of a saved tensor.
+    auto whole = dtensor::raw_alias(unit.whole(index_));
+    return geometry_ ? dtensor::raw_alias(whole.as_strided(geometry_->sizes, geometry_->strides, geometry_->offset)) : whole;
+  }
+
+ private:
+  struct Geometry {
+    std::vector<int64_t> sizes, strides;
+    int64_t offset;
+  };
+
+  void pack(std::shared_ptr<Unit> unit, size_t index, std::optional<Geometry> geometry) {
+    index_ = index;
+    geometry_ = std::move(geometry);
+    generation_ = unit->generation(index);
+    hold_.emplace(std::move(unit));
+  }
+
+  at::Tensor plain_;
+  bool has_version_ = false;
+  uint32_t version_ = 0;
+  std::optional<Unit::Hold> hold_;
+  size_t index_ = 0;
+  std::optional<Geometry> geometry_;
+  Unit::Generation generation_{};
+};
+
+class PackingEngine : public Engine {
+ public:
+  std::unique_ptr<SavedVariableHooks> get_default_saved_variable_hooks() override {
+    // In backward with grad mode on somebody recomputes or differentiates twice: those graphs save weights as well.
+    const bool backward = torch::autograd::get_current_graph_task_id() != -1 && at::GradMode::is_enabled();
+    if (scopes > 0 || backward) return std::make_unique<SavedTensor>();
+    return nullptr;
+  }
+
+  void thread_on_exception(const std::shared_ptr<torch::autograd::GraphTask>& task,
+                           const std::shared_ptr<torch::autograd::Node>& node, std::exception& error) override {
+    failures.fetch_add(1, std::memory_order_relaxed);
+    Engine::thread_on_exception(task, node, error);
+  }
+};
+
+Engine& packing_engine() {
+  // Leaked: worker threads may outlive static destruction.
+  static auto* engine = new PackingEngine;
+  return *engine;
+}
+
+// Before main, so that no backward can have made the stock engine.
+const bool installed_at_load = [] {
+  install_saved_tensor_engine();
+  return true;
+}();
+
+}  // namespace
+
+void install_saved_tensor_engine() { torch::autograd::set_default_engine_stub(&packing_engine); }
+
+SavedTensorScope::SavedTensorScope() { ++scopes; }
+SavedTensorScope::~SavedTensorScope() { --scopes; }
+
+uint64_t failed_backwards() { return failures.load(std::memory_order_relaxed); }
+
+}  // namespace hsdp

@@ -1,0 +1,24 @@
+#pragma once
+
+#include <cstdint>
+
+namespace hsdp {
+
+/// Makes libtorch's autograd engine keep references into units instead of gathered weights: whatever an operator saves
+/// for backward in a forward scope is packed (unit, geometry, generation) and gathered when backward unpacks it.
+/// Everything else is saved as usual, with torch's own version check kept. Idempotent; runs when the library is loaded.
+void install_saved_tensor_engine();
+
+/// Counts scopes on this thread in which saved tensors are packed.
+class SavedTensorScope {
+ public:
+  SavedTensorScope();
+  ~SavedTensorScope();
+  SavedTensorScope(const SavedTensorScope&) = delete;
+  SavedTensorScope& operator=(const SavedTensorScope&) = delete;
+};
+
+/// Number of backward passes that ended with an exception, in this process.
+uint64_t failed_backwards();
+
+}  // namespace hsdp

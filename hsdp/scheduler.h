@@ -1,0 +1,101 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "hsdp/unit.h"
+
+namespace hsdp {
+
+/// What was gathered at once, at most, since the counts were reset.
+struct GatheredPeaks {
+  int64_t units = 0;
+  /// Without units that are ancestors of another gathered one: at most two while reshard_after_forward is on.
+  int64_t units_without_ancestors = 0;
+  /// Padded bytes of unsharded parameters.
+  int64_t bytes = 0;
+};
+
+/// Decides when the units of one sharded module gather, free and reduce.
+///
+/// Forward: the first read of a unit ends the forward of all units that are neither its ancestors nor its descendants,
+/// gathers it, and starts the next one in the order of the last forward. Backward: what is unpacked is gathered, and the
+/// unit before it in this iteration's forward is started; a unit is freed when no saved tensor needs it; its gradients
+/// are reduced when autograd has them all, at most one reduction in flight beside the one being started. At the end of the
+/// outermost backward everything in flight is finished and freed.
+///
+/// Threads: one thread owns a forward scope at a time; calls from autograd threads are serialised by a lock. All ranks
+/// must read units in the same order.
+class Scheduler : public std::enable_shared_from_this<Scheduler> {
+ public:
+  void set_units(std::vector<std::shared_ptr<Unit>> units);
+  const std::vector<std::shared_ptr<Unit>>& units() const { return units_; }
+  /// Called at the first read of every scope until it returns true: throws StateError while tensors have no values.
+  void set_values_check(std::function<bool()> check) { values_check_ = std::move(check); }
+  void recheck_values() { values_checked_ = false; }
+  void check_values();
+
+  /// Opens a forward scope on this thread; scopes nest. Throws StateError while another thread is in one.
+  void enter_scope();
+  /// Closes it; the outermost frees what should not stay gathered.
+  void leave_scope() noexcept;
+  /// Whether operators on this thread see whole parameters.
+  bool readable() const;
+  /// Identifies the scope (or backward pass) whose reads share autograd nodes.
+  int64_t scope_token() const;
+
+  /// An operator or an unpack reads this unit: returns with it gathered. A collective.
+  void read(Unit& unit);
+  void last_hold_released(Unit& unit);
+  /// Autograd has the full gradients of a unit.
+  void reduce(Unit& unit, std::vector<size_t> indices, std::vector<at::Tensor> gradients);
+  void reduce_direct(Unit& unit, size_t index, const at::Tensor& gradient);
+
+  const GatheredPeaks& peaks() const { return peaks_; }
+  void reset_peaks() { peaks_ = GatheredPeaks(); }
+
+  /// After an exception in a step: forgets reductions and gathers in flight and frees everything. Gradients that landed
+  /// stay.
+  void reset_iteration_state();
+
+ private:
+  void read_in_forward(Unit& unit);
+  void read_in_backward(Unit& unit);
+  void ensure_gathered(Unit& unit);
+  void prefetch(Unit* unit);
+  void start_gather(Unit& unit);
+  void join_backward();
+  void end_backward();
+  void finish_reductions(size_t leave);
+  void free_unneeded(bool keep_kept);
+
+  std::vector<std::shared_ptr<Unit>> units_;
+  std::function<bool()> values_check_;
+  bool values_checked_ = false;
+  mutable std::recursive_mutex mutex_;
+
+  GatheredPeaks peaks_;
+
+  // forward
+  int64_t depth_ = 0;
+  std::thread::id owner_thread_;
+  int64_t scope_id_ = 0;
+  Unit* current_ = nullptr;
+  std::vector<Unit*> order_, former_order_;  // gathers of this scope and of the last one
+  std::vector<Unit*> backward_plan_;         // gathers with grad mode on, since the last backward
+
+  // backward
+  int64_t backward_task_ = -1;
+  uint64_t backward_failures_ = 0;
+  std::deque<std::pair<Unit*, Reduction>> reductions_;
+};
+
+}  // namespace hsdp

@@ -1,0 +1,170 @@
+#include "hsdp/sharded_parameter.h"
+
+#include <utility>
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include "dtensor/dtensor.h"
+#include "dtensor/error.h"
+#include "dtensor/inspect.h"
+
+namespace hsdp {
+namespace {
+
+using dtensor::raise;
+using dtensor::StateError;
+using dtensor::ValueError;
+
+constexpr auto kReset = "reset_sharded_param";
+
+// The tensor that all slots register now, and how many handles that makes.
+at::Tensor registered_tensor(const std::vector<ParameterSlot>& slots) {
+  at::Tensor registered;
+  for (auto& slot : slots) {
+    auto* entry = ModuleAccess::parameters(*slot.module).find(slot.name);
+    if (entry == nullptr || !entry->defined()) {
+      raise<StateError>(kReset, "parameter \"", slot.path, "\" is no longer registered, expected a tensor; modules must "
+                        "keep their parameters after fully_shard");
+    }
+    if (!registered.defined()) {
+      registered = *entry;
+    } else if (!registered.is_same(*entry)) {
+      raise<ValueError>(kReset, "tied parameter: \"", slots.front().path, "\" holds ", dtensor::describe(registered),
+                        ", \"", slot.path, "\" holds another ", dtensor::describe(*entry),
+                        ", expected one tensor in both; assign both");
+    }
+  }
+  return registered;
+}
+
+void check_sole_owner(const at::Tensor& registered, const std::vector<ParameterSlot>& slots, const std::string& name) {
+  // One handle a slot, one here.
+  const auto expected = slots.size() + 1;
+  if (registered.use_count() <= expected) return;
+  raise<ValueError>(kReset, "parameter \"", name, "\": the tensor to adopt has ", registered.use_count() - expected,
+                    " other holders, expected none, because its memory would be shared; register a clone()");
+}
+
+}  // namespace
+
+ShardedParameter::ShardedParameter(at::Tensor identity, std::vector<ParameterSlot> slots,
+                                   std::shared_ptr<const dtensor::Layout> layout)
+    : tensor_(std::move(identity)),
+      impl_(dtensor::dtensor_impl(tensor_)),
+      slots_(std::move(slots)),
+      initial_layout_(std::move(layout)),
+      tape_(tape_of(tensor_)),
+      value_(value_id_of(tensor_)) {
+  TORCH_INTERNAL_ASSERT(impl_ != nullptr && !slots_.empty());
+}
+
+void ShardedParameter::set_slots(std::vector<ParameterSlot> slots) {
+  slots_ = std::move(slots);
+  impl_->set_name(name());
+}
+
+void ShardedParameter::shard_on_meta() {
+  c10::impl::ExcludeDispatchKeyGuard below(dtensor::kDTensorKey);
+  c10::InferenceMode normal(false);
+  auto local = at::empty(initial_layout_->local().sizes, at::TensorOptions(at::kMeta).dtype(initial_layout_->dtype()));
+  impl_->distribute(std::move(local), initial_layout_);
+  impl_->mark_parameter();
+  impl_->set_name(name());
+  impl_->set_has_values(false);
+}
+
+void ShardedParameter::replace_by_empty(at::Device device) {
+  c10::impl::ExcludeDispatchKeyGuard below(dtensor::kDTensorKey);
+  c10::InferenceMode normal(false);
+  auto empty = at::empty(layout().local().sizes, at::TensorOptions(device).dtype(layout().dtype()));
+  for (auto& slot : slots_) ModuleAccess::parameters(*slot.module)[slot.name] = empty;
+}
+
+bool ShardedParameter::is_healthy() const {
+  return is_materialized() && healthy_epoch_ == impl_->local_epoch() &&
+         dtensor::same_memory(impl_->body(), impl_->local());
+}
+
+ShardedParameter::Reset ShardedParameter::plan_reset() const {
+  c10::impl::ExcludeDispatchKeyGuard below(dtensor::kDTensorKey);
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  Reset reset;
+  const auto registered = registered_tensor(slots_);
+  at::Tensor source;
+  if (registered.is_same(tensor_)) {
+    if (is_healthy()) return reset;
+    source = impl_->local();
+  } else {
+    reset.adopted = true;
+    if (!registered.is_meta()) check_sole_owner(registered, slots_, name());
+    if (auto* other = dtensor::dtensor_impl(registered)) {
+      if (other->state() != dtensor::DTensorImpl::State::distributed || !other->layout() ||
+          !other->layout()->same_distribution(layout())) {
+        raise<ValueError>(kReset, "parameter \"", name(), "\" given ", dtensor::describe(registered), ", expected ",
+                          layout().to_string(), "; redistribute it first");
+      }
+      source = other->local();
+    } else {
+      source = registered;
+    }
+    if (source.is_meta()) return {};
+    if (source.scalar_type() != layout().dtype()) {
+      raise<ValueError>(kReset, "parameter \"", name(), "\" given dtype ", source.scalar_type(), ", expected ",
+                        layout().dtype(), "; convert it with to()");
+    }
+  }
+  if (source.is_meta()) return {};
+  const auto& box = layout().local();
+  if (!source.sizes().equals(box.sizes)) {
+    raise<ValueError>(kReset, "parameter \"", name(), "\" given a local of sizes ", source.sizes(), ", expected ",
+                      c10::IntArrayRef(box.sizes), " as this rank's part of ", layout().to_string());
+  }
+  if (source.layout() != at::kStrided) {
+    raise<ValueError>(kReset, "parameter \"", name(), "\" given a ", source.layout(), " tensor, expected a dense one");
+  }
+  if (source.device().type() != layout().mesh()->device_type()) {
+    raise<ValueError>(kReset, "parameter \"", name(), "\" given a tensor on ", source.device(), ", expected ",
+                      c10::DeviceTypeName(layout().mesh()->device_type(), true), " as its mesh has");
+  }
+  const auto padded_sizes = layout().padded_local_sizes();
+  if (healthy_epoch_ == impl_->local_epoch() && !reset.adopted) {
+    reset.local = source;  // Only the body is stale.
+  } else if (source.is_contiguous() && source.sizes().equals(padded_sizes) && !source.is_inference()) {
+    reset.local = dtensor::raw_alias(source);
+  } else {
+    // Old padding is never read: only the actual rows are copied in front of zeros.
+    auto padded = at::zeros(padded_sizes, source.options().requires_grad(false));
+    auto local = dtensor::narrow_to_box(padded, {std::vector<int64_t>(box.sizes.size(), 0), box.sizes});
+    local.copy_(source);
+    reset.local = dtensor::raw_alias(local);
+  }
+  reset.needed = true;
+  return reset;
+}
+
+void ShardedParameter::commit_reset(Reset reset) {
+  if (!reset.needed) return;
+  const bool had_values = reset.adopted || impl_->has_values();
+  auto donor = dtensor::raw_alias(reset.local);
+  if (at::isFloatingType(donor.scalar_type()) || at::isComplexType(donor.scalar_type())) {
+    donor.set_requires_grad(tensor_.requires_grad());
+  }
+  if (!dtensor::same_memory(reset.local, impl_->local())) impl_->install_local(std::move(reset.local));
+  impl_->exchange_body(donor);
+  impl_->refresh_identity();
+  impl_->set_has_values(had_values);
+  for (auto& slot : slots_) ModuleAccess::parameters(*slot.module)[slot.name] = tensor_;
+  healthy_epoch_ = impl_->local_epoch();
+}
+
+at::Tensor ShardedParameter::padded_shard() const {
+  c10::impl::ExcludeDispatchKeyGuard below(dtensor::kDTensorKey);
+  at::NoGradGuard no_grad;
+  const auto local = dtensor::raw_alias(impl_->local());
+  return local.as_strided({c10::multiply_integers(layout().padded_local_sizes())}, {1}, local.storage_offset());
+}
+
+}  // namespace hsdp

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "dtensor/dtensor_impl.h"
+#include "dtensor/layout.h"
+#include "hsdp/module_access.h"
+#include "hsdp/tape.h"
+
+namespace hsdp {
+
+/// One parameter of a unit: its identity (a Parameter-marked DTensor), where it is registered, and the padded memory of
+/// this rank's shard.
+///
+/// In the healthy state the registered tensor is the identity, and body and local are two impls on the padded storage,
+/// whose padding is zero. Ownership: holds the identity; modules are kept alive by the sharded module. Not thread-safe.
+class ShardedParameter {
+ public:
+  /// `identity` is a deferred tensor; all slots register it. Remembers what it is on its tape, for replay.
+  ShardedParameter(at::Tensor identity, std::vector<ParameterSlot> slots, std::shared_ptr<const dtensor::Layout> layout);
+
+  const at::Tensor& tensor() const { return tensor_; }
+  dtensor::DTensorImpl& impl() const { return *impl_; }
+  const std::string& name() const { return slots_.front().path; }
+  const std::vector<ParameterSlot>& slots() const { return slots_; }
+  /// The same places under other paths, once a larger module wraps this one.
+  void set_slots(std::vector<ParameterSlot> slots);
+  const dtensor::Layout& layout() const { return *impl_->layout(); }
+  bool is_materialized() const { return !impl_->local().is_meta(); }
+  /// The construction that made the parameter, and its value there.
+  const std::shared_ptr<Tape>& tape() const { return tape_; }
+  ValueId value() const { return value_; }
+
+  /// Turns the deferred identity into a Parameter-marked DTensor whose shard is still on meta. Metadata only.
+  void shard_on_meta();
+
+  /// Puts a plain empty tensor of this rank's shape on `device` where the parameter is registered; the identity keeps its
+  /// former memory until the next reset (the transient state of deferred initialisation).
+  void replace_by_empty(at::Device device);
+
+  /// What a reset would install. `needed` is false where everything is healthy.
+  struct Reset {
+    bool needed = false;
+    at::Tensor local;
+    bool adopted = false;  // the values come from another tensor than the identity's own
+  };
+  /// Resolves what is registered now (the identity, a plain tensor, another DTensor of equal layout; meta gives nothing
+  /// to do), validates it and builds the padded local. Changes nothing. Throws ValueError for a wrong shape, dtype,
+  /// device or layout, for tied slots that disagree, and for a tensor that somebody else holds as well.
+  Reset plan_reset() const;
+  /// Installs the local, repairs the body from a donor alias, refreshes the identity and registers it again in all slots.
+  void commit_reset(Reset reset);
+
+  /// True when the local that was last installed by a reset is still there.
+  bool is_healthy() const;
+  /// The padded shard as communication sees it: 1-D, padded_local_sizes elements, on the local's storage.
+  at::Tensor padded_shard() const;
+
+ private:
+  at::Tensor tensor_;
+  dtensor::DTensorImpl* impl_;
+  std::vector<ParameterSlot> slots_;
+  std::shared_ptr<const dtensor::Layout> initial_layout_;
+  std::shared_ptr<Tape> tape_;
+  ValueId value_;
+  uint64_t healthy_epoch_ = 0;
+};
+
+}  // namespace hsdp

@@ -1,0 +1,270 @@
+#include "hsdp/unit.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "dtensor/dispatch.h"
+#include "dtensor/dtensor.h"
+#include "dtensor/error.h"
+#include "hsdp/scheduler.h"
+#include "hsdp/storage_memory.h"
+#include "hsdp/unit_backward.h"
+
+namespace hsdp {
+namespace {
+
+using Below = c10::impl::ExcludeDispatchKeyGuard;
+
+uint32_t version_of(const at::Tensor& tensor) { return tensor._version(); }
+
+}  // namespace
+
+Unit::Unit(std::string name, const torch::nn::Module* module, std::vector<ShardedParameter> parameters,
+           bool reshard_after_forward)
+    : name_(std::move(name)),
+      module_(module),
+      parameters_(std::move(parameters)),
+      reshard_after_forward_(reshard_after_forward),
+      unsharded_(parameters_.size()) {}
+
+Unit::~Unit() {
+  for (auto& unsharded : unsharded_) forget_unsharded(unsharded);
+}
+
+void Unit::adopt_parameters() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    auto& parameter = parameters_[i];
+    parameter.impl().set_owner(weak_from_this(), i);
+    accumulators_.push_back(std::make_shared<ParameterAccumulator>(weak_from_this(), i, parameter.tensor()));
+  }
+}
+
+bool Unit::is_relative_of(const Unit& other) const {
+  const auto contains = [](const std::vector<Unit*>& units, const Unit* unit) {
+    return std::find(units.begin(), units.end(), unit) != units.end();
+  };
+  return this == &other || contains(ancestors_, &other) || contains(other.ancestors_, this);
+}
+
+int64_t Unit::shard_size() const { return parameters_.front().layout().mesh()->size(); }
+
+// ---- gather and free ----
+
+bool Unit::is_stale() const {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (unsharded_[i].epoch != parameters_[i].impl().local_epoch() ||
+        unsharded_[i].version != version_of(parameters_[i].tensor())) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// A local that came from elsewhere (set_data, to(dtype)) is brought into padded form first.
+void Unit::prepare_shards() {
+  for (auto& parameter : parameters_) {
+    if (!parameter.is_healthy()) parameter.commit_reset(parameter.plan_reset());
+  }
+}
+
+void Unit::forget_unsharded(Unsharded& unsharded) {
+  if (unsharded.flat.defined()) dtensor::forget_unsharded_storage(unsharded.flat.storage().unsafeGetStorageImpl());
+  unsharded = Unsharded();
+}
+
+// Makes the tensors of one parameter. They stay for good, unless dtype or device of the shard change; at one rank they
+// are the shard's own memory and follow it.
+void Unit::prepare_unsharded(size_t index) {
+  auto& unsharded = unsharded_[index];
+  const auto& parameter = parameters_[index];
+  const auto shard = parameter.padded_shard();
+  const bool alone = shard_size() == 1;
+  if (unsharded.flat.defined()) {
+    const bool fits = unsharded.flat.scalar_type() == shard.scalar_type() && unsharded.flat.device() == shard.device() &&
+                      (!alone || unsharded.flat.storage().is_alias_of(shard.storage()));
+    if (fits) return;
+    forget_unsharded(unsharded);
+  }
+  const auto& layout = parameter.layout();
+  at::Tensor flat = alone ? shard : at::empty({shard.numel() * shard_size()}, shard.options());
+  unsharded.flat = flat;
+  auto whole = flat.as_strided(layout.sizes(), dtensor::row_major_strides(layout.sizes()), flat.storage_offset());
+  unsharded.whole = dtensor::raw_alias(whole);
+  if (!alone) free_memory(flat);
+  dtensor::register_unsharded_storage(flat.storage().unsafeGetStorageImpl(), weak_from_this(), index);
+}
+
+void Unit::start_gather() {
+  TORCH_INTERNAL_ASSERT(state_ == State::sharded);
+  Below below(dtensor::kDTensorKey);
+  // Kept buffers must be ordinary tensors even where the user's code runs in inference mode.
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  prepare_shards();
+  std::vector<TensorPair> pairs;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    prepare_unsharded(i);
+    auto& unsharded = unsharded_[i];
+    unsharded.epoch = parameters_[i].impl().local_epoch();
+    unsharded.version = version_of(parameters_[i].tensor());
+    if (shard_size() == 1) continue;
+    const auto bytes = static_cast<size_t>(unsharded.flat.numel()) * unsharded.flat.element_size();
+    allocate_memory(unsharded.flat, bytes);
+    pairs.push_back({dtensor::raw_alias(unsharded.flat), parameters_[i].padded_shard()});
+  }
+  read_since_gather_ = false;
+  if (pairs.empty()) {
+    state_ = State::gathered;
+    return;
+  }
+  if (!transport_) {
+    dtensor::raise<dtensor::StateError>("all_gather", "unit \"", name_, "\" lies on ",
+                                        parameters_.front().layout().mesh()->to_string(),
+                                        ", which was made without groups, expected one that can communicate; use env.mesh()");
+  }
+  state_ = State::gathering;
+  try {
+    gather_work_ = transport_->all_gather(pairs, {"all_gather", name_});
+  } catch (...) {
+    reshard();
+    throw;
+  }
+}
+
+void Unit::finish_gather() {
+  if (state_ != State::gathering) return;
+  Below below(dtensor::kDTensorKey);
+  c10::InferenceMode normal(false);
+  auto work = std::move(gather_work_);
+  try {
+    work->wait();
+  } catch (...) {
+    reshard();
+    throw;
+  }
+  state_ = State::gathered;
+}
+
+void Unit::reshard() {
+  if (gather_work_) {
+    try {
+      gather_work_->wait();
+    } catch (const std::exception&) {
+      // A broken group reports itself at the next collective; here nobody needs the values any more.
+    }
+    gather_work_.reset();
+  }
+  if (state_ != State::sharded && shard_size() > 1) {
+    for (auto& unsharded : unsharded_) free_memory(unsharded.flat);
+  }
+  state_ = State::sharded;
+  read_since_gather_ = false;
+}
+
+int64_t Unit::unsharded_bytes() const {
+  int64_t bytes = 0;
+  for (auto& parameter : parameters_) {
+    const auto& layout = parameter.layout();
+    bytes += c10::multiply_integers(layout.padded_local_sizes()) * shard_size() *
+             static_cast<int64_t>(c10::elementSize(layout.dtype()));
+  }
+  return bytes;
+}
+
+// ---- reading ----
+
+void Unit::connect(int64_t scope_token) {
+  Below below(dtensor::kDTensorKey);
+  c10::InferenceMode normal(false);
+  std::vector<size_t> indices;
+  torch::autograd::edge_list edges;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& tensor = parameters_[i].tensor();
+    unsharded_[i].connected = at::Tensor();
+    if (!tensor.requires_grad()) continue;
+    // set_data and dtype changes make autograd forget the accumulator; a stock one would add full gradients to shards.
+    torch::autograd::impl::set_grad_accumulator(tensor, accumulators_[i]);
+    indices.push_back(i);
+    edges.push_back(torch::autograd::impl::gradient_edge(tensor));
+  }
+  auto node = std::shared_ptr<UnitBackward>(new UnitBackward(shared_from_this(), indices, std::move(edges)),
+                                            torch::autograd::deleteNode);
+  for (auto i : indices) {
+    at::Tensor connected;
+    {
+      at::NoGradGuard no_grad;
+      connected = unsharded_[i].whole.detach();
+    }
+    torch::autograd::impl::set_gradient_edge(connected, {node, node->add_input_metadata(connected)});
+    unsharded_[i].connected = std::move(connected);
+  }
+  scope_token_ = scope_token;
+}
+
+at::Tensor Unit::connected(size_t index, int64_t scope_token) {
+  if (scope_token != scope_token_ || !unsharded_[index].connected.defined()) connect(scope_token);
+  return unsharded_[index].connected;
+}
+
+void Unit::disconnect() {
+  scope_token_ = -1;
+  for (auto& unsharded : unsharded_) unsharded.connected = at::Tensor();
+}
+
+// ---- what backward needs ----
+
+Unit::Hold::Hold(std::shared_ptr<Unit> unit) : unit_(std::move(unit)) {
+  unit_->holds_.fetch_add(1, std::memory_order_relaxed);
+}
+
+Unit::Hold::~Hold() {
+  if (unit_->holds_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  if (auto scheduler = unit_->scheduler()) scheduler->last_hold_released(*unit_);
+}
+
+Unit::Generation Unit::generation(size_t index) const {
+  return {parameters_[index].impl().local_epoch(), version_of(parameters_[index].tensor()),
+          version_of(unsharded_[index].whole)};
+}
+
+// ---- dtensor::ParameterOwner ----
+
+bool Unit::readable() const {
+  auto scheduler = this->scheduler();
+  return scheduler && scheduler->readable();
+}
+
+at::Tensor Unit::unsharded(size_t index) {
+  auto scheduler = this->scheduler();
+  TORCH_INTERNAL_ASSERT(scheduler);
+  scheduler->read(*this);
+  if (!at::GradMode::is_enabled() || !parameters_[index].tensor().requires_grad()) return unsharded_[index].whole;
+  return connected(index, scheduler->scope_token());
+}
+
+void Unit::gather() {
+  if (auto scheduler = this->scheduler()) scheduler->read(*this);
+}
+
+void Unit::written(size_t index) {
+  Below below(dtensor::kDTensorKey);
+  at::NoGradGuard no_grad;
+  auto& parameter = parameters_[index];
+  auto& unsharded = unsharded_[index];
+  if (shard_size() == 1) {
+    // The same memory: only the counter of the identity has to learn of it.
+    parameter.impl().bump_version();
+  } else {
+    auto local = parameter.impl().local();
+    local.copy_(dtensor::narrow_to_box(dtensor::raw_alias(unsharded.whole), parameter.layout().local()));
+  }
+  parameter.impl().set_has_values(true);
+  unsharded.version = version_of(parameter.tensor());
+}
+
+}  // namespace hsdp

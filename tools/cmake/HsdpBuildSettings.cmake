@@ -1,0 +1,46 @@
+# What every compiled target of the project shares. The precompiled header is made once and GCC takes it only where all code
+# generation flags and definitions agree, so all of them are given here and nowhere else.
+
+include_guard(GLOBAL)
+
+add_library(hsdp_warnings INTERFACE)
+target_compile_options(hsdp_warnings INTERFACE
+  -Wall -Wextra -Wshadow -Wnon-virtual-dtor -Woverloaded-virtual -Wsuggest-override
+  # GCC 12 reports std::string operator+ of two short literals.
+  $<$<CXX_COMPILER_ID:GNU>:-Wno-restrict>
+  $<$<BOOL:${HSDP_WARNINGS_AS_ERRORS}>:-Werror>)
+
+add_library(hsdp_build_settings INTERFACE)
+# Executables too: with -fPIE they could not use the library's precompiled header.
+target_compile_options(hsdp_build_settings INTERFACE -fPIC -pthread)
+target_link_options(hsdp_build_settings INTERFACE -pthread)
+target_link_libraries(hsdp_build_settings INTERFACE hsdp_warnings)
+
+if(HSDP_SANITIZE)
+  list(JOIN HSDP_SANITIZE "," sanitizers)
+  # libtorch does not export every type_info, which the vptr check needs.
+  set(flags -fsanitize=${sanitizers} -fno-sanitize=vptr -fno-sanitize-recover=all -fno-omit-frame-pointer)
+  target_compile_options(hsdp_build_settings INTERFACE ${flags})
+  target_link_options(hsdp_build_settings INTERFACE ${flags})
+endif()
+
+# ccache never hits with a precompiled header unless it may ignore the time and defines of one, and GCC keeps it in view while
+# preprocessing.
+find_program(HSDP_CCACHE ccache DOC "ccache, used when it is there")
+mark_as_advanced(HSDP_CCACHE)
+set(hsdp_launcher "")
+if(HSDP_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  set(hsdp_launcher "${CMAKE_COMMAND};-E;env;CCACHE_SLOPPINESS=pch_defines,time_macros;${HSDP_CCACHE}")
+  target_compile_options(hsdp_build_settings INTERFACE $<$<CXX_COMPILER_ID:GNU>:-fpch-preprocess>)
+endif()
+
+# Gives `target` the common settings and the shared precompiled header.
+function(hsdp_configure_target target)
+  target_link_libraries(${target} PRIVATE $<BUILD_INTERFACE:hsdp_build_settings>)
+  # LINK_DEPENDS_NO_SHARED: a change inside the library does not link every test again.
+  set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF DEFINE_SYMBOL "" LINK_DEPENDS_NO_SHARED ON)
+  if(hsdp_launcher)
+    set_target_properties(${target} PROPERTIES CXX_COMPILER_LAUNCHER "${hsdp_launcher}")
+  endif()
+  target_precompile_headers(${target} REUSE_FROM hsdp_pch)
+endfunction()

@@ -1,0 +1,36 @@
+# Tests: one executable and one ctest entry per file.
+
+include_guard(GLOBAL)
+
+find_package(GTest QUIET)
+if(NOT GTest_FOUND)
+  message(FATAL_ERROR "[hsdp] GoogleTest not found. Install libgtest-dev and libgmock-dev, or set -DHSDP_BUILD_TESTS=OFF.")
+endif()
+
+# GoogleTest's closing lines when nothing passed, something was skipped, and nothing failed (failures are listed after these).
+set(hsdp_all_skipped "PASSED  . 0 tests.\n.  SKIPPED . [^\n]*listed below:\n(.  SKIPPED . [^\n]*\n)+$")
+
+# hsdp_add_test(name LABEL unit|multi|gpu|consumer [NIGHTLY] TIMEOUT seconds SOURCES file... [LIBS library...])
+#
+# `multi` tests fork ranks and are given both cores. A file of which every case was skipped is reported as skipped, not as
+# passed.
+function(hsdp_add_test name)
+  cmake_parse_arguments(PARSE_ARGV 1 test "NIGHTLY" "LABEL;TIMEOUT" "SOURCES;LIBS")
+  if(NOT test_LABEL MATCHES "^(unit|multi|gpu|consumer)$" OR NOT test_TIMEOUT OR NOT test_SOURCES)
+    message(FATAL_ERROR "[hsdp] hsdp_add_test(${name}) needs LABEL unit|multi|gpu|consumer, TIMEOUT and SOURCES.")
+  endif()
+  add_executable(${name} ${test_SOURCES})
+  target_link_libraries(${name} PRIVATE hsdp_testing ${test_LIBS} GTest::gmock GTest::gtest_main)
+  hsdp_configure_target(${name})
+
+  add_test(NAME ${test_LABEL}.${name} COMMAND ${name})
+  set(labels ${test_LABEL})
+  if(test_NIGHTLY)
+    list(APPEND labels nightly)
+  endif()
+  set_tests_properties(${test_LABEL}.${name} PROPERTIES
+    LABELS "${labels}" TIMEOUT ${test_TIMEOUT} SKIP_REGULAR_EXPRESSION "${hsdp_all_skipped}")
+  if(test_LABEL STREQUAL "multi")
+    set_tests_properties(${test_LABEL}.${name} PROPERTIES PROCESSORS 2)
+  endif()
+endfunction()

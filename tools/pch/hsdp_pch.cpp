@@ -1,0 +1,1 @@
+// A target needs one source to own a precompiled header.
