@@ -125,6 +125,10 @@ int64_t DeviceMesh::axis(const std::string& name) const {
   return found - names_.begin();
 }
 
+bool DeviceMesh::has_groups() const {
+  return std::all_of(communicators_.begin(), communicators_.end(), [](const auto& communicator) { return communicator != nullptr; });
+}
+
 Communicator& DeviceMesh::communicator(int64_t axis) const { return *shared_communicator(axis); }
 
 std::shared_ptr<Communicator> DeviceMesh::shared_communicator(int64_t axis) const {

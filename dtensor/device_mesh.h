@@ -46,8 +46,8 @@ class DeviceMesh {
   std::vector<int64_t> coordinate_of(int64_t rank) const;
   /// Index of a named axis. Throws ValueError that lists the names.
   int64_t axis(const std::string& name) const;
-  /// False for a mesh made without a GroupFactory.
-  bool has_groups() const { return has_groups_; }
+  /// False for a mesh made without a GroupFactory, unless all its axes have size 1.
+  bool has_groups() const;
   /// The ranks that share this rank's coordinate on all other axes. Throws StateError on a mesh without groups.
   Communicator& communicator(int64_t axis) const;
   std::shared_ptr<Communicator> shared_communicator(int64_t axis) const;
@@ -63,7 +63,6 @@ class DeviceMesh {
   std::vector<std::string> names_;
   int64_t rank_;
   std::vector<int64_t> coordinate_;
-  bool has_groups_ = false;
   std::vector<std::shared_ptr<Communicator>> communicators_;
 };
 

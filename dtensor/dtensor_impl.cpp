@@ -227,6 +227,7 @@ c10::intrusive_ptr<c10::TensorImpl> DTensorImpl::alias(const c10::VariableVersio
   }
   copy->has_values_ = has_values_;
   copy->name_ = name_;
+  copy->pending_fill_ = pending_fill_;  // torch::zeros_like hands out an alias of what at::zeros_like made
   copy->set_allow_tensor_metadata_change(allow_change);
   return copy;
 }

@@ -1,5 +1,6 @@
 #include "dtensor/rules.h"
 
+#include <algorithm>
 #include <limits>
 #include <string>
 #include <string_view>
@@ -83,7 +84,12 @@ Rule rule_of(const OperatorHandle& op) {
   } else if (name.starts_with("aten::_foreach_") || name.starts_with("aten::_fused_")) {
     entry->second = Rule::per_index;
   } else if (op.hasTag(at::Tag::pointwise)) {
-    entry->second = Rule::elementwise;
+    // at::equal has the tag as well, but one answer a rank is not an elementwise result.
+    const auto& returns = op.schema().returns();
+    const bool tensors = std::all_of(returns.begin(), returns.end(), [](const c10::Argument& result) {
+      return result.type()->kind() == c10::TypeKind::TensorType;
+    });
+    if (tensors) entry->second = Rule::elementwise;
   }
   return entry->second;
 }

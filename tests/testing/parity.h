@@ -102,9 +102,9 @@ void expect_parity(RankContext& context, const ParityCase<Net>& c) {
       ASSERT_EQ(parameter.value().grad().defined(), expected[parameter.key()].grad().defined())
           << "gradient of " << parameter.key() << " at step " << step;
     }
-    const double mean = mean_over_ranks(loss.item<double>(), environment);
-    ASSERT_NEAR(mean, expected_loss.item<double>(),
-                c.loss_tolerance * std::max(1.0, std::abs(expected_loss.item<double>())))
+    const double mean = mean_over_ranks(loss.template item<double>(), environment);
+    ASSERT_NEAR(mean, expected_loss.template item<double>(),
+                c.loss_tolerance * std::max(1.0, std::abs(expected_loss.template item<double>())))
         << "loss at step " << step;
     ours->step();
     theirs->step();

@@ -14,8 +14,13 @@ using namespace testing_support;
 using dtensor::DTensor;
 using dtensor::Shard;
 
+// Tensors meet only on one mesh object.
+std::shared_ptr<const dtensor::DeviceMesh> mesh_of(int64_t ranks) {
+  static const auto one = offline_mesh(1, 0), two = offline_mesh(2, 0);
+  return ranks == 1 ? one : two;
+}
 at::Tensor sharded(const at::Tensor& local, int64_t ranks = 2) {
-  return DTensor::from_local(local, offline_mesh(ranks, 0), {Shard(0)}).tensor();
+  return DTensor::from_local(local, mesh_of(ranks), {Shard(0)}).tensor();
 }
 at::Tensor local_of(const at::Tensor& tensor) { return DTensor(tensor).to_local(); }
 
@@ -176,6 +181,7 @@ TEST(Refusals, NameOperatorTensorAndRemedy) {
       {"aten::dot", [&] { tensor.dot(tensor); }},          {"aten::equal", [&] { torch::equal(tensor, tensor); }},
       {"aten::slice", [&] { tensor.slice(0, 0, 1); }},     {"aten::cat", [&] { torch::cat({tensor, tensor}); }}};
   for (auto& [name, call] : calls) {
+    SCOPED_TRACE(name);
     expect_error<dtensor::NotSupportedError>(call, "[" + name + "]", "\"fc.weight\"", "Shard(0)", "model->forward(x)");
   }
   expect_error<dtensor::NotSupportedError>([&] { tensor + torch::rand({4, 3}); }, "[aten::add]", "plain tensor of shape [4, 3]");

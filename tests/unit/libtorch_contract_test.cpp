@@ -41,11 +41,14 @@ TEST(LibtorchContract, NoOperatorOfLibtorchHasAKernelForOurKey) {
 }
 
 TEST(LibtorchContract, PointwiseTagsAreThere) {
-  for (const char* name : {"aten::add", "aten::mul_", "aten::addcmul_", "aten::sqrt", "aten::where"}) {
-    for (const char* overload : {"Tensor", "", "self"}) {
-      auto op = c10::Dispatcher::singleton().findSchema({name, overload});
-      if (op) EXPECT_TRUE(op->hasTag(at::Tag::pointwise)) << name << "." << overload;
-    }
+  const std::vector<c10::OperatorName> names{{"aten::add", "Tensor"},   {"aten::add", "Scalar"}, {"aten::mul_", "Tensor"},
+                                             {"aten::addcmul_", ""},    {"aten::sqrt", ""},      {"aten::addcdiv_", ""},
+                                             {"aten::where", "self"},   {"aten::abs", ""},       {"aten::lerp_", "Scalar"},
+                                             {"aten::div", "Tensor"},   {"aten::clamp", ""},     {"aten::pow", "Tensor_Scalar"}};
+  for (auto& name : names) {
+    auto op = c10::Dispatcher::singleton().findSchema(name);
+    ASSERT_TRUE(op) << name;
+    EXPECT_TRUE(op->hasTag(at::Tag::pointwise)) << name;
   }
 }
 
