@@ -127,6 +127,9 @@ struct Census {
 
 Census take_census(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   Census census;
+  // full_like(p.data(), ...) is how optimizers make their state, also where `model->parameters()` keeps a forward scope
+  // open around the optimizer's construction: state lies as the shards do.
+  const bool like_factory = op.schema().name().ends_with("_like");
   for_each_tensor(op, stack, [&](const at::Tensor& tensor) {
     if (!tensor.defined() || !tensor.key_set().has(kDTensorKey)) return;
     auto* impl = dtensor_impl(tensor);
@@ -152,7 +155,7 @@ Census take_census(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     auto owner = impl->owner();
     if (!owner) {
       census.companion = true;
-    } else if (!sharded_rules && owner->readable()) {
+    } else if (!sharded_rules && !(like_factory && impl->is_alias()) && owner->readable()) {
       census.whole = true;
       census.managed = impl;
     }

@@ -223,6 +223,7 @@ c10::intrusive_ptr<c10::TensorImpl> DTensorImpl::alias(const c10::VariableVersio
     copy->layout_ = layout_;
     copy->owner_ = owner_;
     copy->owner_index_ = owner_index_;
+    copy->is_alias_ = true;
     if (auto owner = this->owner()) owner->local_escaped();
   }
   copy->has_values_ = has_values_;

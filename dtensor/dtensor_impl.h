@@ -108,6 +108,8 @@ class DTensorImpl final : public c10::TensorImpl {
   void set_owner(std::weak_ptr<ParameterOwner> owner, size_t index);
   std::shared_ptr<ParameterOwner> owner() const { return owner_.lock(); }
   size_t owner_index() const { return owner_index_; }
+  /// A data() or detach() alias of a managed parameter rather than the parameter itself.
+  bool is_alias() const { return is_alias_; }
 
   // ---- values ----
   /// Whether somebody gave this tensor values since its memory was made; shared by all aliases of the tensor.
@@ -156,6 +158,7 @@ class DTensorImpl final : public c10::TensorImpl {
   uint32_t values_version_ = 0;
   uint64_t local_epoch_ = 0;
   bool is_parameter_ = false;
+  bool is_alias_ = false;
   mutable bool raw_access_text_set_ = false;
   std::string name_;
   std::weak_ptr<ParameterOwner> owner_;

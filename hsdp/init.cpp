@@ -18,6 +18,7 @@
 #include "dtensor/error.h"
 #include "hsdp/backend.h"
 #include "hsdp/device.h"
+#include "hsdp/job_seed.h"
 #include "hsdp/launcher_env.h"
 
 namespace hsdp {
@@ -133,6 +134,8 @@ void agree(c10d::Store& store, const LauncherEnv& launcher, const std::string& b
     raise<ValueError>(kWhere, "rank ", launcher.rank, " uses backend ", backend, " and rank 0 ", expected,
                       ", expected one backend for all ranks; set it explicitly");
   }
+  if (launcher.rank == 0) store.set("seed", std::to_string(offered_seed()));
+  adopt_seed_if_never_seeded(std::stoull(store.get_to_str("seed")));
 }
 
 c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name, const c10::intrusive_ptr<c10d::Store>& store,

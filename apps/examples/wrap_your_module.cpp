@@ -34,6 +34,7 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
+// [readme]
 int main() {
   auto env = hsdp::init();
   torch::manual_seed(0);  // the same on every rank
@@ -54,3 +55,4 @@ int main() {
   }
   hsdp::shutdown();
 }
+// [/readme]

@@ -255,7 +255,7 @@ struct Recompute : torch::autograd::Function<Recompute> {
     return {x.grad(), torch::Tensor(), torch::Tensor()};
   }
   struct Holder : torch::CustomClassHolder {
-    explicit Holder(std::function<torch::Tensor(torch::Tensor)> function) : function(std::move(function)) {}
+    explicit Holder(std::function<torch::Tensor(torch::Tensor)> held) : function(std::move(held)) {}
     std::function<torch::Tensor(torch::Tensor)> function;
   };
 };
