@@ -37,6 +37,7 @@ void Scheduler::enter_scope() {
   if (in_backward()) return;
   if (backward_task_ != -1) reset_iteration_state();  // A backward that threw never reached its end.
   for (auto& unit : units_) {
+    unit->claim_accumulators();
     // Values may have changed behind an alias that left the library; what backward still needs is checked there.
     if (unit->has_local_escaped() && unit->holds() == 0) unit->reshard();
   }

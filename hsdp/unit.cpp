@@ -38,9 +38,23 @@ Unit::~Unit() {
 
 void Unit::adopt_parameters() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    auto& parameter = parameters_[i];
-    parameter.impl().set_owner(weak_from_this(), i);
-    accumulators_.push_back(std::make_shared<ParameterAccumulator>(weak_from_this(), i, parameter.tensor()));
+    parameters_[i].impl().set_owner(weak_from_this(), i);
+  }
+  accumulators_.resize(parameters_.size());
+  claim_accumulators();
+}
+
+void Unit::claim_accumulators() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& tensor = parameters_[i].tensor();
+    auto& own = accumulators_[i];
+    if (own && (own->input_metadata(0).dtype() != tensor.dtype() || own->input_metadata(0).device() != tensor.device())) {
+      own.reset();
+    }
+    if (!own) own = std::make_shared<ParameterAccumulator>(weak_from_this(), i, tensor);
+    if (torch::autograd::impl::try_get_grad_accumulator(tensor) != own) {
+      torch::autograd::impl::set_grad_accumulator(tensor, own);
+    }
   }
 }
 
@@ -181,14 +195,13 @@ int64_t Unit::unsharded_bytes() const {
 void Unit::connect(int64_t scope_token) {
   Below below(dtensor::kDTensorKey);
   c10::InferenceMode normal(false);
+  claim_accumulators();
   std::vector<size_t> indices;
   torch::autograd::edge_list edges;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& tensor = parameters_[i].tensor();
     unsharded_[i].connected = at::Tensor();
     if (!tensor.requires_grad()) continue;
-    // set_data and dtype changes make autograd forget the accumulator; a stock one would add full gradients to shards.
-    torch::autograd::impl::set_grad_accumulator(tensor, accumulators_[i]);
     indices.push_back(i);
     edges.push_back(torch::autograd::impl::gradient_edge(tensor));
   }

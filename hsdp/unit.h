@@ -41,8 +41,11 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
 
-  /// Marks the parameters as managed by this unit and gives each its own gradient accumulator. After construction, once.
+  /// Marks the parameters as managed by this unit. After construction, once.
   void adopt_parameters();
+  /// Makes sure that each parameter's gradient accumulator is the unit's: set_data and dtype changes make autograd forget
+  /// it, and a stock one would add full gradients to shards.
+  void claim_accumulators();
   void set_scheduler(std::weak_ptr<Scheduler> scheduler) { scheduler_ = std::move(scheduler); }
   std::shared_ptr<Scheduler> scheduler() const { return scheduler_.lock(); }
   void set_transport(std::shared_ptr<Transport> transport) { transport_ = std::move(transport); }
