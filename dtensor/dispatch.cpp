@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -72,6 +73,14 @@ struct WholeArgument {
   bool written;
 };
 
+// What torch says of an in-place change of a leaf: inside a forward the leaf is a whole copy, which torch would let pass.
+void refuse_inplace_on_leaf(const c10::OperatorHandle& op, const at::Tensor& tensor) {
+  if (!at::GradMode::is_enabled() || !tensor.requires_grad()) return;
+  auto* impl = dtensor_impl(tensor);
+  raise<StateError>(op.schema().name().c_str(), impl != nullptr ? impl->describe() : "a view of a parameter",
+                    " requires grad and is changed in place with grad mode on, expected torch::NoGradGuard around it");
+}
+
 // Rule 1 and 6: the operator sees whole parameters.
 void run_on_whole(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   PinnedOwners pinned;
@@ -79,6 +88,7 @@ void run_on_whole(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   replace_tensors(op, stack, [&](const at::Tensor& tensor, const c10::Argument& argument) -> at::Tensor {
     if (!tensor.defined() || !tensor.key_set().has(kDTensorKey)) return tensor;
     const bool written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    if (written) refuse_inplace_on_leaf(op, tensor);
     if (auto* impl = dtensor_impl(tensor)) {
       auto owner = impl->owner();
       if (!owner) refuse_mixed(op, *impl);

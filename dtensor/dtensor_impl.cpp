@@ -170,7 +170,7 @@ c10::Device DTensorImpl::device_custom() const { return local_.device(); }
 std::string DTensorImpl::raw_access_text() const {
   return c10::str("[raw access] ", describe(),
                   " is sharded and has no storage of its own outside a forward; use hsdp::unsharded(p) for the whole "
-                  "value, to_local() for this rank's part, hsdp::to_string(t) to print, hsdp::save to store");
+                  "value (to store it, for example), to_local() for this rank's part, hsdp::to_string(t) to print");
 }
 
 bool DTensorImpl::has_storage() const {

@@ -560,7 +560,9 @@ at::Tensor local_reduction(const OperatorHandle& op, const DTensorImpl& impl, co
     result = call.back().toTensor();
   }
   Placements placements;
+  bool partial = false;
   for (auto& placement : impl.alias_placements()) {
+    partial |= placement.is_shard();
     if (placement.is_partial()) refuse(op, impl, "a reduction of partial values; call full_tensor() first");
     if (placement.is_replicate()) {
       placements.push_back(Replicate());
@@ -568,6 +570,7 @@ at::Tensor local_reduction(const OperatorHandle& op, const DTensorImpl& impl, co
       placements.push_back(reduction.op == ReduceOp::norm ? Partial::norm(reduction.norm_type) : Partial(reduction.op));
     }
   }
+  if (!partial) return result;
   auto layout = Layout::create(impl.mesh(), std::move(placements), {}, {}, result.scalar_type());
   return at::detail::make_tensor<DTensorImpl>(std::move(result), std::move(layout));
 }

@@ -288,6 +288,11 @@ Environment init_from(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64
   return *environment;
 }
 
+bool is_initialized() {
+  std::lock_guard lock(current().mutex);
+  return current().environment.has_value();
+}
+
 Environment current_environment() {
   std::lock_guard lock(current().mutex);
   if (!current().environment) {

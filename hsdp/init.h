@@ -82,6 +82,9 @@ Environment init(const InitOptions& options = {});
 Environment init_from(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t world_size,
                       const InitOptions& options = {});
 
+/// Whether this process has an environment.
+bool is_initialized();
+
 /// The environment of this process. Throws StateError before init().
 Environment current_environment();
 

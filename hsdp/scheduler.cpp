@@ -14,6 +14,23 @@ namespace {
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
+// backward(inputs) wants gradients of some parameters only; autograd::grad wants them returned, whole, which a reduced
+// gradient cannot be.
+void keep_wanted(const Unit& unit, const std::vector<size_t>& indices, std::vector<at::Tensor>& gradients) {
+  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+  if (wanted == nullptr || wanted->empty()) return;
+  for (size_t k = 0; k < indices.size(); ++k) {
+    auto found = wanted->find(unit.accumulator(indices[k]));
+    if (found == wanted->end() || !found->second.should_execute()) {
+      gradients[k] = at::Tensor();
+    } else if (found->second.captures_ && !found->second.captures_->empty()) {
+      dtensor::raise<dtensor::NotSupportedError>(
+          "autograd::grad", "asked for the gradient of sharded parameter \"", unit.parameters()[indices[k]].name(),
+          "\", expected tensors that are no parameters; call backward() and read p.grad()");
+    }
+  }
+}
+
 }  // namespace
 
 void Scheduler::set_units(std::vector<std::shared_ptr<Unit>> units) {
@@ -203,6 +220,7 @@ void Scheduler::last_hold_released(Unit& unit) {
 void Scheduler::reduce(Unit& unit, std::vector<size_t> indices, std::vector<at::Tensor> gradients) {
   std::lock_guard lock(mutex_);
   join_backward();
+  keep_wanted(unit, indices, gradients);
   unit.merge_direct_gradients(indices, gradients);
   // With a retained graph the saved tensors stay; the unit has its gradients and will hardly be read again.
   const bool done = unit.holds() == 0 || torch::autograd::get_current_graph_task_keep_graph();

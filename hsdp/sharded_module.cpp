@@ -152,7 +152,7 @@ struct ShardedModule::Collected {
 std::shared_ptr<ShardedModule> ShardedModule::create(std::shared_ptr<torch::nn::Module> module,
                                                      const FullyShardOptions& options) {
   if (!module) raise<ValueError>(kWhere, "the module is null, expected one made in meta_init");
-  auto mesh = options.mesh ? options.mesh : init().mesh();
+  auto mesh = options.mesh ? options.mesh : (is_initialized() ? current_environment() : init()).mesh();
   if (mesh->ndim() != 1) {
     raise<dtensor::NotSupportedError>(kWhere, mesh->to_string(), " has ", mesh->ndim(), " axes, expected one to shard over; "
                                       "pass a mesh of one axis");

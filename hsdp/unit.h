@@ -112,6 +112,9 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
   Generation generation(size_t index) const;
 
   // ---- gradients ----
+  /// The node that receives full gradients of a parameter which came past the unit's node, and stands for the parameter
+  /// in autograd's bookkeeping.
+  torch::autograd::Node* accumulator(size_t index) const { return accumulators_[index].get(); }
   /// Full gradients (some undefined) of the parameters at `indices` -> an asynchronous reduce-scatter.
   std::optional<Reduction> start_reduction(const std::vector<size_t>& indices, std::vector<at::Tensor> gradients);
   /// Waits, averages, runs parameter hooks and adds to the parameters' `.grad` as DTensors.

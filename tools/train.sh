@@ -32,7 +32,7 @@ tools/setup.sh
 cmake --preset release >/dev/null
 cmake --build --preset release --parallel "$(nproc)" --target hsdp_train
 
-if [[ $(basename "$config") == quickstart.yaml && ! -e data/quickstart.bin ]]; then
+if [[ ! -e data/quickstart.bin ]] && grep -q 'data/quickstart\.bin' "$config"; then
   "$python" tools/prepare_data.py --out data/quickstart.bin
 fi
 

@@ -343,6 +343,17 @@ TEST_P(Habit, WeightsClampedInForward) {
   train(c);
 }
 
+TEST_P(Habit, BackwardOfSomeInputs) {
+  auto c = three();
+  c.forward_backward = [](ThreeImpl& net, const InForward& forward, int64_t step, int64_t begin, int64_t end) {
+    Inputs in(step, begin, end);
+    auto loss = forward([&] { return torch::mse_loss(net.forward(in.x), in.y); });
+    loss.backward({}, std::nullopt, false, std::vector<torch::Tensor>{net.b->weight, net.c->bias});
+    return loss.detach();
+  };
+  train(c);
+}
+
 TEST_P(Habit, HooksSeeTheReducedGradient) {
   auto c = three();
   c.make = [] {

@@ -249,7 +249,7 @@ TEST(RawAccess, PrintingAndSavingAreRefused) {
     } catch (const std::exception& error) {
       const std::string text = error.what();
       EXPECT_NE(text.find("[raw access] tensor \"w\""), std::string::npos) << text;
-      EXPECT_NE(text.find("hsdp::to_string(t) to print, hsdp::save to store"), std::string::npos) << text;
+      EXPECT_NE(text.find("to store it, for example), to_local() for this rank's part, hsdp::to_string(t) to print"), std::string::npos) << text;
     }
   }
 }

@@ -228,6 +228,39 @@ TEST(ForwardRefuses, AViewThatIsReadOutside) {
   expect_error<dtensor::StateError>([&] { (void)(view * 2); }, "a view of a sharded parameter is read outside a forward");
 }
 
+TEST(ForwardRefuses, InPlaceChangesOfALeafWithGradModeOn) {
+  auto net = hsdp::meta_init([] { return Net(); });
+  auto model = hsdp::fully_shard(net, {.mesh = offline_mesh(1, 0)});
+  model.materialize(at::kCPU);
+  hsdp::ForwardScope scope(model.core());
+  expect_error<dtensor::StateError>([&] { net->head->weight.mul_(2); }, "[aten::mul_] parameter \"head.weight\"",
+                                    "changed in place with grad mode on", "torch::NoGradGuard");
+  expect_error<dtensor::StateError>([&] { net->head->weight.narrow(0, 0, 1).zero_(); }, "a view of a parameter");
+}
+
+TEST(ForwardRefuses, ReturningGradientsOfParameters) {
+  auto net = hsdp::meta_init([] { return Net(); });
+  auto model = hsdp::fully_shard(net, {.mesh = offline_mesh(1, 0)});
+  model.materialize(at::kCPU);
+  auto loss = model->forward(torch::ones({1, 4})).sum();
+  expect_error<dtensor::NotSupportedError>([&] { torch::autograd::grad({loss}, {net->head->weight}); },
+                                           "[autograd::grad] asked for the gradient of sharded parameter \"head.weight\"",
+                                           "read p.grad()");
+}
+
+TEST(ForwardRefuses, BackwardAfterTheWeightsChanged) {
+  auto net = hsdp::meta_init([] { return Net(); });
+  auto model = hsdp::fully_shard(net, {.mesh = offline_mesh(1, 0)});
+  model.materialize(at::kCPU);
+  auto loss = model->forward(torch::ones({1, 4}).set_requires_grad(true)).sum();
+  {
+    torch::NoGradGuard no_grad;
+    net->head->weight.mul_(2);
+  }
+  expect_error<dtensor::StateError>([&] { loss.backward(); }, "parameter \"head.weight\"", "modified by an inplace operation",
+                                    "run backward before optimizer.step()");
+}
+
 TEST(ScopeProxy, KeepsTheScopeForTheFullExpression) {
   auto net = hsdp::meta_init([] { return Net(); });
   auto model = hsdp::fully_shard(net, {.mesh = offline_mesh(1, 0)});

@@ -1,0 +1,527 @@
+// The pages say what the code does: links, configuration keys, blocks of YAML and C++, paths, variables, messages.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cctype>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <regex>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "apps/config.h"
+#include "apps/config_fields.h"
+#include "apps/metrics.h"
+#include "apps/yaml_entries.h"
+#include "hsdp/hsdp.h"
+
+namespace {
+
+namespace fs = std::filesystem;
+
+const fs::path kRoot = HSDP_SOURCE_DIR;
+const std::string kQuickstart = "configs/quickstart.yaml";
+
+std::string read_file(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  EXPECT_TRUE(file) << path << " cannot be read";
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+std::string relative_name(const fs::path& path) { return path.lexically_relative(kRoot).string(); }
+
+std::vector<fs::path> files_below(const std::string& folder, const std::set<std::string>& extensions) {
+  std::vector<fs::path> found;
+  for (const auto& entry : fs::recursive_directory_iterator(kRoot / folder)) {
+    if (entry.is_regular_file() && extensions.contains(entry.path().extension().string()))
+      found.push_back(entry.path());
+  }
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+std::vector<fs::path> pages() {
+  auto found = files_below("docs", {".md"});
+  for (const char* name : {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"}) found.push_back(kRoot / name);
+  return found;
+}
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  return lines;
+}
+
+std::string trimmed(const std::string& text) {
+  const auto begin = text.find_first_not_of(" \t\n");
+  return begin == std::string::npos ? "" : text.substr(begin, text.find_last_not_of(" \t\n") - begin + 1);
+}
+
+/// Every match's capture group `group`.
+std::vector<std::string> matches(const std::string& text, const std::string& pattern, size_t group = 1) {
+  const std::regex regex(pattern);
+  std::vector<std::string> found;
+  for (std::sregex_iterator match(text.begin(), text.end(), regex), end; match != end; ++match) {
+    found.push_back((*match)[group].str());
+  }
+  return found;
+}
+
+/// A page taken apart: what stands in fences, and the rest.
+struct Page {
+  struct Block {
+    std::string language, text;
+  };
+  std::string name, prose;
+  std::vector<Block> blocks;
+
+  explicit Page(const fs::path& path) : name(relative_name(path)) {
+    bool fenced = false;
+    for (const auto& line : lines_of(read_file(path))) {
+      if (line.starts_with("```")) {
+        fenced = !fenced;
+        if (fenced) blocks.push_back({line.substr(3), ""});
+      } else {
+        (fenced ? blocks.back().text : prose) += line + "\n";
+      }
+    }
+    EXPECT_FALSE(fenced) << name << " has a fence without an end";
+  }
+};
+
+/// Cells of the tables of a page whose header row starts with `first_header`.
+std::vector<std::vector<std::string>> table_rows(const Page& page, const std::string& first_header) {
+  std::vector<std::vector<std::string>> rows;
+  bool wanted = false;
+  std::string former;
+  for (const auto& line : lines_of(page.prose)) {
+    if (!line.starts_with("|")) {
+      wanted = false;
+    } else if (line.starts_with("|---")) {
+      wanted = former.starts_with("| " + first_header + " ");
+    } else if (wanted) {
+      std::vector<std::string> cells;
+      std::istringstream stream(line.substr(1));
+      for (std::string cell; std::getline(stream, cell, '|');) cells.push_back(trimmed(cell));
+      rows.push_back(cells);
+    }
+    former = line;
+  }
+  return rows;
+}
+
+/// The text between the backticks of a cell that is one code span, else the cell.
+std::string code_of(const std::string& cell) {
+  return cell.size() > 1 && cell.front() == '`' && cell.back() == '`' ? cell.substr(1, cell.size() - 2) : cell;
+}
+
+/// String literals of C++ source, unescaped, adjacent ones joined.
+std::vector<std::string> literals_of(const std::string& source) {
+  std::vector<std::string> found;
+  bool adjacent = false;  // nothing but blanks and comments since the last literal
+  for (size_t i = 0; i < source.size(); ++i) {
+    const char c = source[i];
+    if (c == '/' && source.compare(i, 2, "//") == 0) {
+      i = source.find('\n', i);
+      if (i == std::string::npos) break;
+    } else if (c == '\'') {
+      // Not the separator inside a number.
+      if (i > 0 && std::isalnum(static_cast<unsigned char>(source[i - 1])) != 0) continue;
+      for (++i; i < source.size() && source[i] != '\''; ++i) i += source[i] == '\\' ? 1 : 0;
+      adjacent = false;
+    } else if (c == '"') {
+      std::string text;
+      for (++i; i < source.size() && source[i] != '"'; ++i) {
+        if (source[i] == '\\') ++i;
+        text += source[i];
+      }
+      if (adjacent) {
+        found.back() += text;
+      } else {
+        found.push_back(text);
+      }
+      adjacent = true;
+    } else if (std::isspace(static_cast<unsigned char>(c)) == 0) {
+      adjacent = false;
+    }
+  }
+  return found;
+}
+
+std::vector<fs::path> sources() {
+  std::vector<fs::path> found;
+  for (const char* folder : {"dtensor", "hsdp", "models", "apps"}) {
+    const auto files = files_below(folder, {".cpp", ".h"});
+    found.insert(found.end(), files.begin(), files.end());
+  }
+  return found;
+}
+
+// ---- links ----
+
+/// Names of a page's headings as links spell them.
+std::set<std::string> anchors_of(const Page& page) {
+  std::set<std::string> anchors;
+  for (const auto& heading : matches(page.prose, "(?:^|\n)#+ ([^\n]+)")) {
+    std::string anchor;
+    for (const char c : heading) {
+      if (std::isalnum(static_cast<unsigned char>(c)) || c == '-' || c == '_') anchor += char(std::tolower(c));
+      if (c == ' ') anchor += '-';
+    }
+    anchors.insert(anchor);
+  }
+  return anchors;
+}
+
+TEST(Links, LeadToFilesAndHeadings) {
+  size_t links = 0;
+  for (const auto& path : pages()) {
+    const Page page(path);
+    for (const auto& link : matches(page.prose, "\\]\\(([^)]+)\\)")) {
+      if (link.starts_with("https://")) continue;
+      ++links;
+      const auto file = link.substr(0, link.find('#'));
+      const auto target = file.empty() ? path : (path.parent_path() / file).lexically_normal();
+      EXPECT_TRUE(fs::exists(target)) << page.name << " links to " << link;
+      if (link.find('#') == std::string::npos || !fs::exists(target)) continue;
+      EXPECT_TRUE(anchors_of(Page(target)).contains(link.substr(link.find('#') + 1)))
+          << page.name << " links to " << link << ", which has no such heading";
+    }
+  }
+  EXPECT_GT(links, 20u);
+}
+
+TEST(Links, EveryPageIsInTheContents) {
+  const std::string index = read_file(kRoot / "docs/index.md");
+  for (const auto& path : files_below("docs", {".md"})) {
+    if (path.filename() == "index.md") continue;
+    EXPECT_NE(index.find("](" + path.filename().string() + ")"), std::string::npos) << path.filename();
+  }
+}
+
+// ---- configuration ----
+
+TEST(ConfigurationPage, ListsEveryKeyWithItsTypeAndDefault) {
+  std::map<std::string, std::vector<std::string>> rows;
+  for (const auto& row : table_rows(Page(kRoot / "docs/configuration.md"), "Key")) {
+    ASSERT_EQ(row.size(), 4u) << row.front();
+    EXPECT_TRUE(rows.emplace(code_of(row[0]), row).second) << row[0] << " is there twice";
+  }
+  apps::Config defaults;
+  for (const auto& field : apps::config_fields(defaults)) {
+    const auto row = rows.find(field.name);
+    if (row == rows.end()) {
+      ADD_FAILURE() << field.name << " is not in docs/configuration.md";
+      continue;
+    }
+    EXPECT_EQ(row->second[2], field.required ? "required" : "`" + field.get() + "`") << field.name;
+    // A number that every range excludes: what the reader says it expected is the type.
+    const auto problem = field.set({apps::YamlEntry::Kind::plain, "-1000000", "", ""});
+    const std::string before = "expected ", after = ", got '-1000000'";
+    std::string type = "text";
+    if (problem) {
+      ASSERT_TRUE(problem->starts_with(before) && problem->ends_with(after)) << *problem;
+      type = problem->substr(before.size(), problem->size() - before.size() - after.size());
+    }
+    EXPECT_EQ(row->second[1], type) << field.name;
+    rows.erase(row);
+  }
+  for (const auto& [name, row] : rows)
+    ADD_FAILURE() << "docs/configuration.md describes " << name << ", which is no key";
+}
+
+TEST(ConfigurationPage, BlocksAndOverridesAreAccepted) {
+  const std::string quickstart = read_file(kRoot / kQuickstart);
+  size_t blocks = 0, overrides = 0;
+  for (const auto& path : pages()) {
+    const Page page(path);
+    for (const auto& block : page.blocks) {
+      if (block.language == "yaml") {
+        ++blocks;
+        const auto yaml = apps::read_yaml_entries(block.text, page.name);
+        EXPECT_TRUE(yaml.problems.empty()) << page.name << ": " << yaml.problems.front();
+        std::vector<std::string> settings;
+        for (const auto& [key, entry] : yaml.entries) settings.push_back(key + "=" + entry.text);
+        EXPECT_FALSE(settings.empty()) << page.name;
+        EXPECT_NO_THROW(apps::parse_config(quickstart, kQuickstart, settings)) << page.name << "\n" << block.text;
+      }
+      for (const auto& setting : matches(block.text, "--set ([a-z_]+\\.[a-z_0-9]+=[^\\s`]+)")) {
+        ++overrides;
+        EXPECT_NO_THROW(apps::parse_config(quickstart, kQuickstart, {setting})) << page.name << ": " << setting;
+      }
+    }
+  }
+  EXPECT_GE(blocks, 1u);
+  EXPECT_GE(overrides, 2u);
+}
+
+TEST(Readme, ListsTheKeysOfAMetricsLine) {
+  std::vector<std::string> documented, written;
+  for (const auto& row : table_rows(Page(kRoot / "README.md"), "Key")) documented.push_back(code_of(row[0]));
+  const auto line = nlohmann::ordered_json::parse(apps::to_json({}));
+  for (const auto& [key, value] : line.items()) written.push_back(key);
+  EXPECT_EQ(documented, written);
+}
+
+// ---- paths and names ----
+
+/// Build products stand for the source that they are made of.
+bool is_built_from_a_source(const fs::path& below_build) {
+  const std::string folder = below_build.begin()->string();
+  if (!fs::is_directory(kRoot / folder)) return false;
+  const auto files = files_below(folder, {".cpp"});
+  return std::any_of(files.begin(), files.end(),
+                     [&](const auto& file) { return file.stem() == below_build.filename(); });
+}
+
+TEST(Paths, NamedInPagesExist) {
+  size_t paths = 0;
+  for (const auto& path : pages()) {
+    const std::string text = read_file(path);
+    const std::string name = relative_name(path);
+    for (auto found :
+         matches(text, "(?:^|[\\s`(])((?:tools|configs|apps|docs|hsdp|dtensor|models|tests)/[A-Za-z0-9_./-]*)")) {
+      ++paths;
+      while (found.ends_with('.')) found.pop_back();
+      EXPECT_TRUE(fs::exists(kRoot / found)) << name << " names " << found;
+    }
+    for (const auto& found : matches(text, "build/(?:release|debug)/([A-Za-z0-9_/]+)")) {
+      ++paths;
+      EXPECT_TRUE(is_built_from_a_source(found)) << name << " names the program " << found;
+    }
+  }
+  EXPECT_GT(paths, 30u);
+}
+
+TEST(Paths, CommandsOfTheReadmeAreExecutable) {
+  for (const char* script : {"tools/setup.sh", "tools/train.sh", "tools/test.sh"}) {
+    EXPECT_NE(read_file(kRoot / "README.md").find(script), std::string::npos) << script;
+    EXPECT_NE(fs::status(kRoot / script).permissions() & fs::perms::owner_exec, fs::perms::none) << script;
+  }
+}
+
+TEST(Paths, PresetsOptionsAndTestTargetsExist) {
+  const auto presets = nlohmann::json::parse(read_file(kRoot / "CMakePresets.json"));
+  std::set<std::string> names;
+  for (const auto& preset : presets.at("workflowPresets")) names.insert(preset.at("name").get<std::string>());
+  const std::string options = read_file(kRoot / "tools/cmake/HsdpOptions.cmake");
+  std::set<std::string> tests;
+  for (const auto& file : files_below("tests", {".cpp"})) tests.insert(file.stem().string());
+
+  const Page contributing(kRoot / "CONTRIBUTING.md");
+  std::set<std::string> documented;
+  for (const auto& row : table_rows(contributing, "Preset")) documented.insert(code_of(row[0]));
+  EXPECT_EQ(documented, names);
+  for (const auto& path : pages()) {
+    const std::string text = read_file(path);
+    for (const auto& preset : matches(text, "--preset ([a-z]+)")) EXPECT_TRUE(names.contains(preset)) << preset;
+    for (const auto& option : matches(text, "\\b(HSDP_[A-Z_]+)")) {
+      EXPECT_TRUE(std::regex_search(options, std::regex("\\b" + option + "\\b"))) << path << " names " << option;
+    }
+    for (const auto& test : matches(text, "(?:--target |unit\\.)([a-z_]+_test)\\b")) {
+      EXPECT_TRUE(tests.contains(test)) << path << " names " << test;
+    }
+  }
+}
+
+// ---- environment ----
+
+/// Names of variables that C++ code asks for, that scripts expand and that CMake reads.
+std::set<std::string> variables_read() {
+  std::set<std::string> names;
+  const std::string variable = "([A-Z][A-Z0-9_]+)";
+  for (const auto& path : sources()) {
+    const std::string text = read_file(path);
+    for (const auto& name : matches(text, "[a-z_]*env\\(\"" + variable + "\"")) names.insert(name);
+    // Here the names are handed around as arguments: each literal that looks like one is one.
+    if (path.filename() != "launcher_env.cpp") continue;
+    for (const auto& literal : literals_of(text)) {
+      if (std::regex_match(literal, std::regex(variable))) names.insert(literal);
+    }
+  }
+  for (const auto& path : files_below("tools", {".sh", ".cmake"})) {
+    const std::string text = read_file(path);
+    for (const auto& name : matches(text, "\\$ENV\\{" + variable + "\\}")) names.insert(name);
+    for (const auto& name : matches(text, "\\$\\{?" + variable + "[:}\\s/]")) {
+      if (path.extension() == ".sh" && name != "BASH_SOURCE") names.insert(name);
+    }
+  }
+  return names;
+}
+
+TEST(EnvironmentPage, ListsWhatIsReadAndNothingElse) {
+  std::set<std::string> documented;
+  for (const auto& row : table_rows(Page(kRoot / "docs/environment.md"), "Variable"))
+    documented.insert(code_of(row[0]));
+  EXPECT_EQ(documented, variables_read());
+}
+
+// ---- C++ ----
+
+/// Lines between the markers `// [name]` and `// [/name]`, without the indentation of the first.
+std::string region(const std::string& source, const std::string& name) {
+  std::string text;
+  std::optional<size_t> indentation;
+  bool inside = false;
+  for (const auto& line : lines_of(source)) {
+    if (trimmed(line) == "// [/" + name + "]") break;
+    if (inside) {
+      if (!indentation) indentation = line.find_first_not_of(' ');
+      text += (line.empty() ? line : line.substr(*indentation)) + "\n";
+    }
+    inside = inside || trimmed(line) == "// [" + name + "]";
+  }
+  return text;
+}
+
+TEST(Readme, QuotesTheExampleAndTheExampleIsShort) {
+  const std::string example = read_file(kRoot / "apps/examples/wrap_your_module.cpp");
+  const std::string quoted = region(example, "readme");
+  ASSERT_GT(lines_of(quoted).size(), 10u);
+  EXPECT_LT(lines_of(example).size(), 60u);
+  const Page readme(kRoot / "README.md");
+  std::vector<std::string> blocks;
+  for (const auto& block : readme.blocks) {
+    if (block.language == "cpp") blocks.push_back(block.text);
+  }
+  ASSERT_EQ(blocks.size(), 1u);
+  EXPECT_EQ(blocks.front(), quoted);
+}
+
+TEST(Pages, QuoteOnlyCodeThatIsCompiled) {
+  const std::string example = read_file(kRoot / "apps/examples/wrap_your_module.cpp");
+  // The regions are code of the tests below.
+  const std::string snippets = read_file(kRoot / "tests/unit/documentation_test.cpp");
+  std::set<std::string> compiled{region(example, "readme")};
+  for (const char* name : {"materialize", "own values", "scope"}) compiled.insert(region(snippets, name));
+  size_t blocks = 0;
+  for (const auto& path : pages()) {
+    const Page page(path);
+    for (const auto& block : page.blocks) {
+      if (block.language != "cpp") continue;
+      ++blocks;
+      EXPECT_TRUE(compiled.contains(block.text)) << page.name << "\n" << block.text;
+    }
+  }
+  EXPECT_EQ(blocks, compiled.size());
+}
+
+struct NetImpl : torch::nn::Module {
+  NetImpl(int64_t in, int64_t out) : linear(register_module("linear", torch::nn::Linear(in, out))) {}
+  torch::Tensor forward(const torch::Tensor& x) { return linear(x); }
+  torch::nn::Linear linear;
+};
+TORCH_MODULE(Net);
+
+double score(NetImpl& net, const torch::Tensor& x) { return net.forward(x).sum().item<double>(); }
+
+TEST(Snippets, MaterializeGivesTheValuesOfPlainConstruction) {
+  const auto env = hsdp::init({.backend = "gloo"});
+  // [materialize]
+  torch::manual_seed(7);
+  auto net = hsdp::meta_init([] { return Net(4, 8); });
+  auto model = hsdp::fully_shard(net, {.mesh = env.mesh()});
+  model.to_empty(env.device());
+  model.replay_init();
+  // [/materialize]
+  torch::manual_seed(7);
+  const Net plain(4, 8);
+  EXPECT_TRUE(torch::equal(hsdp::unsharded(net->linear->weight), plain->linear->weight));
+  EXPECT_TRUE(torch::equal(hsdp::unsharded(net->linear->bias), plain->linear->bias));
+}
+
+TEST(Snippets, OwnValuesAndAScope) {
+  const auto env = hsdp::init({.backend = "gloo"});
+  auto net = hsdp::meta_init([] { return Net(4, 8); });
+  auto model = hsdp::fully_shard(net, {.mesh = env.mesh()});
+  torch::manual_seed(3);
+  {
+    // [own values]
+    model.to_empty(env.device());
+    torch::NoGradGuard no_grad;
+    for (auto& parameter : model->parameters()) torch::nn::init::normal_(parameter, 0.0, 0.02);
+    // [/own values]
+  }
+  torch::manual_seed(3);
+  const auto weight = torch::empty({8, 4}).normal_(0.0, 0.02), bias = torch::empty({8}).normal_(0.0, 0.02);
+  const auto x = torch::ones({1, 4});
+  // [scope]
+  hsdp::ForwardScope scope(model.core());
+  const double value = score(model.module(), x);
+  // [/scope]
+  EXPECT_NEAR(value, (weight.sum() + bias.sum()).item<double>(), 1e-5);
+}
+
+// ---- messages ----
+
+/// What the string literals of the sources can say, one of them or several in a row.
+class Literals {
+ public:
+  Literals() {
+    for (const auto& path : sources()) {
+      for (auto& literal : literals_of(read_file(path))) {
+        if (!literal.empty()) literals_.insert(std::move(literal));
+      }
+    }
+  }
+
+  bool say(const std::string& piece) const {
+    if (any([&](const auto& text) { return text.find(piece) != std::string::npos; })) return true;
+    for (size_t split = 1; split < piece.size(); ++split) {
+      const auto head = piece.substr(0, split);
+      if (any([&](const auto& text) { return text.ends_with(head); }) && start(piece.substr(split))) return true;
+    }
+    return false;
+  }
+
+  /// The place that a message starts with: a literal of its own, or the start of one.
+  bool name(const std::string& where) const {
+    return literals_.contains(where) || any([&](const auto& text) { return text.starts_with("[" + where + "] "); });
+  }
+
+ private:
+  template <class Predicate>
+  bool any(const Predicate& predicate) const {
+    return std::any_of(literals_.begin(), literals_.end(), predicate);
+  }
+  /// Whole literals, and the beginning of a last one.
+  bool start(const std::string& rest) const {
+    return any([&](const auto& text) {
+      return text.starts_with(rest) || (rest.starts_with(text) && start(rest.substr(text.size())));
+    });
+  }
+
+  std::set<std::string> literals_;
+};
+
+TEST(ErrorsPage, QuotesMessagesOfTheSources) {
+  const Literals literals;
+  const auto said = [&](const std::string& piece) { return literals.say(piece); };
+  EXPECT_FALSE(said("parameters are marshmallows"));
+  const auto rows = table_rows(Page(kRoot / "docs/errors.md"), "Message");
+  EXPECT_GT(rows.size(), 35u);
+  for (const auto& row : rows) {
+    const std::string message = code_of(row.front());
+    const size_t bracket = message.find("] ");
+    ASSERT_TRUE(message.starts_with('[') && bracket != std::string::npos) << message;
+    const std::string where = message.substr(1, bracket - 1);
+    EXPECT_TRUE(where == "…" || literals.name(where)) << message;
+    // Between the values stands what the sources say word for word.
+    const std::string text = message.substr(bracket + 2), value = "…";
+    for (size_t begin = 0, end = 0; begin <= text.size(); begin = end + value.size()) {
+      end = std::min(text.find(value, begin), text.size());
+      EXPECT_TRUE(said(trimmed(text.substr(begin, end - begin))))
+          << message << "\nno source says: " << text.substr(begin, end - begin);
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,167 @@
+// Gathering, freeing and reducing of one unit, against a group in which the other ranks are played.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "dtensor/dtensor.h"
+#include "dtensor/error.h"
+#include "tests/testing/expect.h"
+#include "tests/testing/fake_communicator.h"
+#include "tests/testing/offline_mesh.h"
+
+namespace {
+
+using namespace testing_support;
+using dtensor::DTensor;
+
+/// One parameter (5, 3) over 4 ranks (rows 2, 2, 1, 0), seen by one rank; the others hold zeros.
+struct Played {
+  explicit Played(int64_t rank, FakeCommunicator::Contribution contribution = nullptr)
+      : communicator(std::make_shared<FakeCommunicator>(rank, 4, false, std::move(contribution))),
+        net(hsdp::meta_init([] { return OneParameter(torch::IntArrayRef{5, 3}); })),
+        model(hsdp::fully_shard(net, {.mesh = dtensor::DeviceMesh::from_communicator(at::kCPU, communicator, "shard"),
+                                      .reshard_after_forward = true})) {
+    model.to_empty(at::kCPU);
+    torch::NoGradGuard no_grad;
+    net->weight.fill_(static_cast<double>(rank + 1));
+    communicator->clear_calls();
+  }
+  hsdp::Unit& unit() { return *model.core()->units().front(); }
+
+  std::shared_ptr<FakeCommunicator> communicator;
+  OneParameter net;
+  hsdp::FullySharded<OneParameterImpl> model;
+};
+
+class Rank : public ::testing::TestWithParam<int64_t> {};
+
+TEST_P(Rank, UnshardedHasTheLogicalShapeAndHidesThePadding) {
+  const auto rank = GetParam();
+  Played played(rank);
+  torch::NoGradGuard no_grad;
+  auto whole = played.model->forward(torch::ones({5, 3}));
+  auto expected = torch::zeros({5, 3});
+  const auto range = dtensor::chunk_range(5, 4, rank);
+  expected.narrow(0, range.begin, range.end - range.begin).fill_(static_cast<double>(rank + 1));
+  EXPECT_TRUE(torch::equal(whole, expected));
+  ASSERT_EQ(played.communicator->calls().size(), 1u);
+  EXPECT_EQ(played.communicator->calls()[0].operation, "all_gather");
+  EXPECT_EQ(played.communicator->calls()[0].subject, "root");
+  EXPECT_EQ(played.communicator->calls()[0].numel, 4 * 2 * 3);
+}
+
+TEST_P(Rank, GradientsArePaddedReducedAveragedAndAccumulated) {
+  const auto rank = GetParam();
+  // Every other rank sends the same gradient again.
+  Played played(rank, [](int64_t, const at::Tensor& own) { return own.clone(); });
+  auto x = torch::arange(15).to(torch::kFloat).view({5, 3});
+  for (int pass = 1; pass <= 2; ++pass) {
+    played.communicator->clear_calls();
+    played.model->forward(x).sum().backward();
+    auto gradient = played.net->weight.grad();
+    ASSERT_TRUE(DTensor::is_dtensor(gradient));
+    EXPECT_EQ(gradient.sizes(), (std::vector<int64_t>{5, 3}));
+    const auto range = dtensor::chunk_range(5, 4, rank);
+    auto expected = x.narrow(0, range.begin, range.end - range.begin) * pass;
+    EXPECT_TRUE(torch::equal(DTensor(gradient).to_local(), expected)) << "pass " << pass;
+    ASSERT_EQ(played.communicator->calls().size(), 2u);  // x needs no gradient, so backward reads no weight
+    EXPECT_EQ(played.communicator->calls()[1].operation, "reduce_scatter");
+    EXPECT_EQ(played.communicator->calls()[1].numel, 4 * 2 * 3);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(OfFour, Rank, ::testing::Values(0, 1, 2, 3));
+
+TEST(Gathering, KeepsOneStorageWhoseBytesComeAndGo) {
+  Played played(1);
+  torch::NoGradGuard no_grad;
+  const c10::StorageImpl* storage = nullptr;
+  for (int pass = 0; pass < 3; ++pass) {
+    hsdp::ForwardScope scope(played.model.core());
+    auto view = played.net->weight.narrow(0, 0, 5);
+    const auto* now = view.storage().unsafeGetStorageImpl();
+    EXPECT_TRUE(storage == nullptr || storage == now);
+    storage = now;
+    EXPECT_EQ(now->nbytes(), 4u * 2 * 3 * 4);
+    played.unit().reshard();
+    EXPECT_EQ(now->nbytes(), 0u);
+    EXPECT_EQ(view.sum().item<float>(), 12) << "a view that is read after its unit was freed gathers again";
+  }
+}
+
+TEST(Gathering, DoesNotMoveVersionCounters) {
+  Played played(1);
+  auto x = torch::ones({5, 3}).set_requires_grad(true);
+  auto y = played.model->forward(x);
+  const auto version = played.unit().whole(0)._version();
+  y.sum().backward();
+  EXPECT_EQ(played.unit().whole(0)._version(), version);
+}
+
+TEST(Gathering, ThatFailsLeavesTheUnitShardedAndUsable) {
+  Played played(1);
+  torch::NoGradGuard no_grad;
+  played.communicator->fail_wait(1);
+  EXPECT_THROW(played.model->forward(torch::ones({5, 3})), dtensor::CommunicationError);
+  EXPECT_FALSE(played.unit().is_gathered() || played.unit().is_gathering());
+  EXPECT_EQ(played.model->forward(torch::ones({5, 3})).sum().item<float>(), 12);
+}
+
+TEST(Gathering, SeesWhatAnOptimizerOrARawAliasWrote) {
+  Played played(0);
+  torch::NoGradGuard no_grad;
+  const auto sum = [&] { return played.model->forward(torch::ones({5, 3})).sum().item<float>(); };
+  EXPECT_EQ(sum(), 6);
+  played.net->weight.add_(1);
+  EXPECT_EQ(sum(), 12);
+  played.net->weight.data().add_(1);
+  EXPECT_EQ(sum(), 18);
+  auto local = DTensor(played.net->weight).to_local();
+  local.data_ptr<float>()[0] += 1;
+  EXPECT_EQ(sum(), 19);
+}
+
+TEST(KeptUnits, AreGatheredAgainWhenTheirShardsChange) {
+  Played played(0);
+  auto model = played.model;
+  torch::NoGradGuard no_grad;
+  auto net = hsdp::meta_init([] { return OneParameter(torch::IntArrayRef{5, 3}); });
+  auto kept = hsdp::fully_shard(net, {.mesh = model.core()->mesh(), .reshard_after_forward = false});
+  kept.to_empty(at::kCPU);
+  net->weight.fill_(2);
+  const auto sum = [&] { return kept->forward(torch::ones({5, 3})).sum().item<float>(); };
+  played.communicator->clear_calls();
+  EXPECT_EQ(sum(), 12);
+  EXPECT_EQ(sum(), 12);
+  EXPECT_EQ(played.communicator->calls().size(), 1u) << "kept between forwards without gradients";
+  net->weight.fill_(3);
+  EXPECT_EQ(sum(), 18);
+  net->weight.data().fill_(4);
+  EXPECT_EQ(sum(), 24);
+  auto alias = DTensor(net->weight).to_local();
+  EXPECT_EQ(sum(), 24);
+  alias.data_ptr<float>()[0] = 5;
+  EXPECT_EQ(sum(), 25);
+}
+
+TEST(WriteBack, OfWhatAForwardWroteReachesTheShard) {
+  Played played(1);
+  {
+    torch::NoGradGuard no_grad;
+    hsdp::ForwardScope scope(played.model.core());
+    played.net->weight.clamp_(0, 1.5);
+    played.net->weight.select(0, 2).mul_(10);
+  }
+  auto expected = torch::full({2, 3}, 1.5);
+  expected[0] *= 10;
+  EXPECT_TRUE(torch::equal(DTensor(played.net->weight).to_local(), expected));
+}
+
+TEST(Gradients, ThatAreNotDTensorsAreRefused) {
+  Played played(0);
+  played.net->weight.mutable_grad() = torch::zeros({5, 3});
+  auto loss = played.model->forward(torch::ones({5, 3})).sum();
+  expect_error<dtensor::StateError>([&] { loss.backward(); }, "[backward] parameter \"weight\" has a gradient that is plain",
+                                    "zero_grad()");
+}
+
+}  // namespace
