@@ -34,7 +34,7 @@ Failure describe(const std::exception_ptr& exception) {
   } catch (const dtensor::CommunicationError& error) {
     return {ExitCode::failure, "CommunicationError", error.what()};
   } catch (const NonFiniteError& error) {
-    return {ExitCode::failure, "NonFiniteError", error.what()};
+    return {ExitCode::user_mistake, "NonFiniteError", error.what()};
   } catch (const c10::Error& error) {
     return {ExitCode::failure, "RuntimeError", wants_stack_traces() ? error.what() : error.what_without_backtrace()};
   } catch (const std::exception& error) {
@@ -55,7 +55,7 @@ ExitCode report(const std::exception_ptr& exception, int64_t rank, Teller teller
   }
   const Failure failure = describe(exception);
   hsdp::report_failure(failure.type, failure.text);
-  const bool everywhere = failure.code == ExitCode::user_mistake || failure.type == "NonFiniteError";
+  const bool everywhere = failure.code == ExitCode::user_mistake;
   const bool told_here = teller == Teller::each || (teller == Teller::first && (rank == 0 || !everywhere));
   // One write, so that the lines of several ranks do not mix.
   if (told_here) std::cerr << (rank == 0 ? "" : c10::str("[rank ", rank, "] ")) + failure.text + "\n" << std::flush;

@@ -26,15 +26,16 @@ struct Failure {
   std::string text;
 };
 
-/// ValueError, NotSupportedError, StateError and std::invalid_argument are mistakes of the user, the rest failures.
+/// ValueError, NotSupportedError, StateError, std::invalid_argument and NonFiniteError (settings under which training
+/// diverges) are mistakes of the user, the rest failures.
 Failure describe(const std::exception_ptr& exception);
 
 /// Who tells the user about a failure, so that a mistake that every rank finds is told once.
 enum class Teller {
   /// Every rank, with its number: what one rank alone may have met.
   each,
-  /// Rank 0 for the mistakes of the user and for NonFiniteError, which all ranks find at the same point; each rank for
-  /// the rest. Right once the ranks are known to have the same inputs.
+  /// Rank 0 for the mistakes of the user, which all ranks find at the same point; each rank for the rest. Right once the
+  /// ranks are known to have the same inputs.
   first,
   /// Another rank.
   other,

@@ -14,8 +14,8 @@ class Leftovers {
   Leftovers(const Leftovers&) = delete;
   Leftovers& operator=(const Leftovers&) = delete;
 
-  /// Names child processes (killing them), files in the temporary folder, and files that are new in /dev/shm; empty when
-  /// there are none. What ends or vanishes by itself within a second is not left behind.
+  /// A line for living child processes, one for each file in the temporary folder, and one for each that is new in
+  /// /dev/shm; empty when there are none. What ends or vanishes by itself within a second is not left behind.
   std::string describe() const;
 
  private:

@@ -1,0 +1,582 @@
+// The training program as a user starts it: alone, on several ranks, under torchrun, and with mistakes.
+#include <arpa/inet.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/testing/leftovers.h"
+#include "tests/testing/multi_process.h"
+#include "tests/testing/process.h"
+
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::HasSubstr;
+using testing_support::Leftovers;
+using testing_support::Process;
+using testing_support::ProcessOptions;
+using testing_support::ProcessResult;
+using testing_support::run_process;
+using testing_support::run_processes;
+using testing_support::to_string;
+
+using Arguments = std::vector<std::string>;
+
+const char* const kConfig = R"(model:
+  vocab_size: 256
+  hidden_size: 16
+  intermediate_size: 32
+  n_layers: 2
+  n_heads: 2
+  max_sequence_length: 32
+data:
+  path: text.bin
+  format: bytes
+training:
+  steps: 6
+  global_batch_size: 6
+  sequence_length: 32
+  seed: 1
+optimizer:
+  lr: 0.01
+metrics:
+  folder: run
+  log_every: 1
+comm:
+  backend: gloo
+  timeout_seconds: 20
+)";
+
+/// What rank 0 says on stderr once the two ranks have met.
+const std::string kMet = "hsdp: 2 ranks from torchrun, gloo, cpu\n";
+
+std::string read_text(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  EXPECT_TRUE(file) << path << " cannot be read";
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+void write_text(const fs::path& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
+
+std::string replaced(std::string text, const std::string& from, const std::string& to) {
+  const size_t at = text.find(from);
+  EXPECT_NE(at, std::string::npos) << from;
+  return text.replace(at, from.size(), to);
+}
+
+int count_of(const std::string& part, const std::string& text) {
+  int count = 0;
+  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + part.size())) ++count;
+  return count;
+}
+
+std::vector<std::string> lines_with(const std::string& start, const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) {
+    if (line.starts_with(start)) lines.push_back(line);
+  }
+  return lines;
+}
+
+std::string all_output(const std::vector<ProcessResult>& results) {
+  std::string text;
+  for (const auto& result : results) text += result.out + result.err;
+  return text;
+}
+
+std::string describe(const std::vector<ProcessResult>& results) {
+  std::string text;
+  for (size_t rank = 0; rank < results.size(); ++rank) {
+    text += "rank " + std::to_string(rank) + ": " + to_string(results[rank]);
+  }
+  return text;
+}
+
+bool nobody_listens_on(int port) {
+  const int file = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const int yes = 1;
+  setsockopt(file, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));  // connections that are closing do not count
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(uint16_t(port));
+  const bool bound = bind(file, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0;
+  close(file);
+  return bound;
+}
+
+/// A folder with a configuration and a text to train on, from which the program is started.
+class Folder {
+ public:
+  Folder() {
+    std::string name = (fs::temp_directory_path() / "hsdp_train_test_XXXXXX").string();
+    if (!mkdtemp(name.data())) throw std::runtime_error("no temporary folder " + name);
+    path_ = name;
+    std::string text;
+    for (int i = 0; i < 400; ++i) text += "the cat sat on the mat. ";
+    write_text(path_ / "text.bin", text);
+    write_text(path_ / "config.yaml", kConfig);
+  }
+  ~Folder() {
+    std::error_code ignored;
+    fs::remove_all(path_, ignored);
+  }
+  Folder(const Folder&) = delete;
+  Folder& operator=(const Folder&) = delete;
+  fs::path operator/(const std::string& name) const { return path_ / name; }
+  std::string path() const { return path_.string(); }
+
+ private:
+  fs::path path_;
+};
+
+class HsdpTrain : public ::testing::Test {
+ protected:
+  void TearDown() override {
+    EXPECT_EQ(leftovers_.describe(), "");
+    for (const int port : ports_) EXPECT_TRUE(nobody_listens_on(port)) << port;
+  }
+
+  /// The program with no launcher's variables set.
+  ProcessOptions program(const Arguments& arguments) const {
+    ProcessOptions options;
+    options.command = {std::string(HSDP_BINARY_DIR) + "/apps/hsdp_train"};
+    options.command.insert(options.command.end(), arguments.begin(), arguments.end());
+    options.folder = folder_.path();
+    for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT",
+                             "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE",
+                             "TORCH_SHOW_CPP_STACKTRACES", "TORCH_CPP_LOG_LEVEL"}) {
+      options.environment[name] = std::nullopt;
+    }
+    options.environment["OMP_NUM_THREADS"] = "1";
+    return options;
+  }
+
+  /// One process a rank, as a launcher would start them; `arguments` may differ from rank to rank.
+  std::vector<ProcessOptions> ranks(int count, const std::function<Arguments(int rank)>& arguments) {
+    const int port = testing_support::free_port();
+    ports_.push_back(port);
+    std::vector<ProcessOptions> all;
+    for (int rank = 0; rank < count; ++rank) {
+      all.push_back(program(arguments(rank)));
+      all.back().environment["RANK"] = all.back().environment["LOCAL_RANK"] = std::to_string(rank);
+      all.back().environment["WORLD_SIZE"] = std::to_string(count);
+      all.back().environment["MASTER_ADDR"] = "127.0.0.1";
+      all.back().environment["MASTER_PORT"] = std::to_string(port);
+    }
+    return all;
+  }
+
+  std::vector<ProcessResult> run(int count, const Arguments& arguments) {
+    return run_processes(ranks(count, [&](int) { return arguments; }));
+  }
+
+  /// The objects in metrics.jsonl of a run folder.
+  std::vector<nlohmann::json> metrics(const std::string& run) const {
+    std::vector<nlohmann::json> objects;
+    std::istringstream lines(read_text(folder_ / run / "metrics.jsonl"));
+    for (std::string line; std::getline(lines, line);) {
+      objects.push_back(nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false));
+      EXPECT_TRUE(objects.back().is_object()) << line;
+    }
+    return objects;
+  }
+
+  std::vector<double> losses(const std::string& run) const {
+    std::vector<double> values;
+    for (const auto& object : metrics(run)) values.push_back(object.at("loss"));
+    return values;
+  }
+
+  Folder folder_;
+  Leftovers leftovers_;
+  std::vector<int> ports_;
+};
+
+void expect_success(const std::vector<ProcessResult>& results) {
+  for (const auto& result : results) EXPECT_EQ(result.exit_code, 0) << describe(results);
+}
+
+TEST_F(HsdpTrain, TrainsAloneAndOnSeveralRanksAlike) {
+  const int steps = 30;
+  std::vector<nlohmann::json> alone;
+  for (const int count : {1, 2, 3}) {
+    SCOPED_TRACE(std::to_string(count) + " ranks");
+    const std::string name = "run" + std::to_string(count);
+    const Arguments arguments = {"--config",          "config.yaml", "--set",
+                                 "training.steps=30", "--set",       "metrics.folder=" + name};
+    const auto results = count == 1 ? std::vector{run_process(program(arguments))} : run(count, arguments);
+    expect_success(results);
+    const auto objects = metrics(name);
+    ASSERT_EQ(int(objects.size()), steps) << describe(results);
+    for (int i = 0; i < steps; ++i) {
+      EXPECT_EQ(objects[i].at("step"), i + 1);
+      for (const char* key : {"loss", "grad_norm", "lr", "tokens_per_second", "peak_memory_bytes"}) {
+        ASSERT_TRUE(objects[i].at(key).is_number()) << key;
+        EXPECT_GT(objects[i].at(key).get<double>(), 0) << key;
+      }
+      EXPECT_TRUE(objects[i].at("peak_memory_bytes").is_number_integer());
+      EXPECT_EQ(objects[i].at("tokens"), (i + 1) * 6 * 32);
+    }
+    // A text of a few words, repeated.
+    EXPECT_NEAR(objects.front().at("loss"), std::log(256.0), 0.1);
+    EXPECT_LT(objects.back().at("loss"), 3.5);
+
+    EXPECT_EQ(int(lines_with("step ", results[0].out).size()), steps) << results[0].out;
+    EXPECT_EQ(lines_with("model: ", results[0].out), std::vector<std::string>{"model: 13392 parameters"});
+    EXPECT_EQ(lines_with("sample", results[0].out).size(), 0u);
+    EXPECT_EQ(results[0].err, count == 1 ? "hsdp: 1 rank, alone, cpu\n"
+                                         : "hsdp: " + std::to_string(count) + " ranks from torchrun, gloo, cpu\n");
+    for (int rank = 1; rank < count; ++rank) EXPECT_EQ(results[rank].out + results[rank].err, "") << "rank " << rank;
+
+    if (count == 1) alone = objects;
+    for (int i = 0; i < 5; ++i) {
+      const double loss = alone[i].at("loss"), norm = alone[i].at("grad_norm");
+      EXPECT_NEAR(objects[i].at("loss"), loss, 1e-5 * loss) << "step " << i + 1;
+      EXPECT_NEAR(objects[i].at("grad_norm"), norm, 1e-4 * norm) << "step " << i + 1;
+      EXPECT_EQ(objects[i].at("lr"), alone[i].at("lr"));
+    }
+  }
+}
+
+TEST_F(HsdpTrain, ResolvedConfigurationRunsAgainToTheSameLosses) {
+  const auto first = run(2, {"--config", "config.yaml", "--set", "optimizer.lr=0.02", "--set", "training.seed=5",
+                             "--set", "metrics.folder=first"});
+  expect_success(first);
+  const std::string config = (folder_ / "first" / "config.yaml").string();
+  const auto again = run(2, {"--config", config, "--set", "metrics.folder=again"});
+  expect_success(again);
+  ASSERT_EQ(losses("first").size(), 6u);
+  EXPECT_EQ(losses("again"), losses("first"));
+  EXPECT_EQ(read_text(folder_ / "again" / "config.yaml"),
+            replaced(read_text(config), "folder: \"first\"", "folder: \"again\""));
+}
+
+TEST_F(HsdpTrain, SetLaysValuesOverTheFileAndTheLastOneWins) {
+  const auto results =
+      run(2, {"--config", "config.yaml", "--set", "optimizer.lr=0.5", "--set", "optimizer.lr=0.25", "--set",
+              "lr_schedule.decay=constant", "--set", "training.steps=10", "--set", "metrics.log_every=4"});
+  expect_success(results);
+  std::vector<int> steps;
+  for (const auto& object : metrics("run")) {
+    steps.push_back(object.at("step"));
+    EXPECT_EQ(object.at("lr"), 0.25);
+  }
+  // The first and the last step are always logged.
+  EXPECT_EQ(steps, (std::vector<int>{1, 4, 8, 10}));
+  EXPECT_EQ(lines_with("step ", results[0].out).size(), 4u) << results[0].out;
+  const std::string resolved = read_text(folder_ / "run" / "config.yaml");
+  for (const char* line :
+       {"  lr: 0.25\n", "  decay: constant\n", "  steps: 10\n", "  log_every: 4\n", "  beta1: 0.9\n"}) {
+    EXPECT_EQ(count_of(line, resolved), 1) << line << resolved;
+  }
+}
+
+TEST_F(HsdpTrain, PrintsATextSampleOnce) {
+  const auto results =
+      run(2, {"--config", "config.yaml", "--set", "training.sample_bytes=20", "--set", "training.sample_prompt=the "});
+  expect_success(results);
+  EXPECT_EQ(count_of("sample:\nthe ", all_output(results)), 1) << describe(results);
+  const std::string text = results[0].out.substr(results[0].out.find("sample:\n") + 8);
+  EXPECT_EQ(text.size(), 4 + 20 + 1u) << text;
+}
+
+TEST_F(HsdpTrain, RunsUnderTorchrun) {
+  const std::string python = std::string(HSDP_SOURCE_DIR) + "/.venv/bin/python";
+  if (!fs::exists(python)) GTEST_SKIP() << python << " is not there: torchrun comes with its torch; run tools/setup.sh";
+  const auto under_torchrun = [&](const Arguments& arguments) {
+    ProcessOptions options = program(arguments);
+    const Arguments launcher = {
+        python, "-m", "torch.distributed.run", "--no-python", "--standalone", "--nproc-per-node", "2"};
+    options.command.insert(options.command.begin(), launcher.begin(), launcher.end());
+    return run_process(options);
+  };
+  const auto trained = under_torchrun({"--config", "config.yaml"});
+  expect_success({trained});
+  EXPECT_EQ(metrics("run").size(), 6u);
+  EXPECT_EQ(lines_with("step ", trained.out).size(), 6u) << trained.out;
+  EXPECT_EQ(count_of(kMet, trained.err), 1) << trained.err;
+
+  const auto refused = under_torchrun({"--config", "config.yaml", "--set", "parallelism.shard=4"});
+  EXPECT_EQ(refused.exit_code, 1) << to_string(refused);
+  const std::string message = "[parallelism] replicate 1 x shard 4 = 4 ranks, launched with 2; ";
+  EXPECT_EQ(lines_with(message, refused.err).size(), 1u) << refused.err;
+  EXPECT_THAT(refused.err, HasSubstr("exitcode  : 2"));
+}
+
+// ---- the user's mistakes ----
+
+/// A mistake, and what the program says about it to two ranks.
+struct Mistake {
+  std::string name;
+  /// Makes the mistake in the folder and returns the arguments of a rank.
+  std::function<Arguments(const Folder&, int rank)> make;
+  /// All lines of stderr after the greeting, or how the only one starts if `expected_end` is given; {folder} stands for
+  /// the folder.
+  std::string expected;
+  std::string expected_end = {};
+  /// The rank that says it.
+  int teller = 0;
+  /// Found while training, so that a run folder is there.
+  bool trains = false;
+};
+
+std::ostream& operator<<(std::ostream& out, const Mistake& mistake) { return out << mistake.name; }
+
+/// The configuration with one part of its text replaced.
+auto edited(const std::string& from, const std::string& to) {
+  return [=](const Folder& folder, int) -> Arguments {
+    write_text(folder / "config.yaml", replaced(kConfig, from, to));
+    return {"--config", "config.yaml"};
+  };
+}
+
+auto with_set(const std::vector<std::string>& overrides) {
+  return [=](const Folder&, int) {
+    Arguments arguments = {"--config", "config.yaml"};
+    for (const auto& each : overrides) arguments.insert(arguments.end(), {"--set", each});
+    return arguments;
+  };
+}
+
+/// 1000 tokens of two bytes are promised, and 1 byte is missing.
+Arguments with_short_token_file(const Folder& folder, int) {
+  std::vector<int32_t> header(256);
+  header[0] = 20240520;
+  header[1] = 1;
+  header[2] = 1000;
+  std::string bytes(reinterpret_cast<const char*>(header.data()), 1024);
+  write_text(folder / "tokens.bin", bytes + std::string(1999, '\0'));
+  return {"--config", "config.yaml", "--set", "data.path=tokens.bin", "--set", "data.format=llmc"};
+}
+
+const std::vector<Mistake> kMistakes = {
+    {"UnknownKey", edited("steps: 6", "stpes: 6"),
+     "[config] config.yaml:12:3: training.stpes: unknown key; did you mean training.steps?"},
+    {"UnknownSection", edited("optimizer:", "optimiser:"),
+     "[config] config.yaml:16:1: optimiser: unknown section; did you mean optimizer?"},
+    {"DuplicateKey", edited("  seed: 1\n", "  seed: 1\n  steps: 7\n"),
+     "[config] config.yaml:16:3: training.steps: duplicate key, first given at config.yaml:12:3"},
+    {"MistypedKey", edited("steps: 6", "steps: many"),
+     "[config] config.yaml:12:10: training.steps: expected int, got 'many'"},
+    {"TwoProblemsAreTwoLines", edited("steps: 6\n  global_batch_size: 6", "steps: 6.5\n  global_batch_size: [6]"),
+     "[config] config.yaml:13:22: training.global_batch_size: expected int, got a list\n"
+     "[config] config.yaml:12:10: training.steps: expected int, got '6.5'"},
+    {"NotYaml", edited("model:", "model: ["), "[config] config.yaml:", ""},
+    {"MissingKey", edited("  lr: 0.01\n", "  name: sgd\n"),
+     "[config] config.yaml: optimizer.lr: missing, expected a value"},
+    {"MissingConfigFile",
+     [](const Folder&, int) {
+       return Arguments{"--config", "absent.yaml"};
+     },
+     "[config] absent.yaml cannot be opened: No such file or directory, expected a YAML file"},
+    {"MissingDataFile", with_set({"data.path=absent.bin"}),
+     "[data] absent.bin: cannot be opened: No such file or directory, expected a token file; data.path is relative to "
+     "{folder}; tools/prepare_data.py writes data/quickstart.bin"},
+    {"MissingDataFileOnOneRank",
+     [](const Folder& folder, int rank) {
+       return with_set({rank == 1 ? "data.path=absent.bin" : "data.path=text.bin"})(folder, rank);
+     },
+     "[rank 1] [data] absent.bin: cannot be opened: No such file or directory, expected a token file; data.path is "
+     "relative to {folder}; tools/prepare_data.py writes data/quickstart.bin",
+     {},
+     1},
+    {"TokenFileOfWrongSize", with_short_token_file,
+     "[data] tokens.bin: has 3023 bytes and its header says 1000 tokens, expected 3024 bytes; the file may be cut "
+     "short"},
+    {"ShardThatDoesNotFitTheWorld", with_set({"parallelism.shard=4"}),
+     "[parallelism] replicate 1 x shard 4 = 4 ranks, launched with 2; launch that many or set parallelism.shard to "
+     "auto"},
+    {"Replicate", with_set({"parallelism.replicate=2"}),
+     "[config] parallelism.replicate is 2, expected 1: replicated groups of shards are not supported; use "
+     "parallelism.shard alone"},
+    {"BatchThatRanksDoNotDivide", with_set({"training.global_batch_size=5"}),
+     "[data] global_batch_size 5 over 2 ranks, expected a multiple of the ranks"},
+    {"TokenBeyondTheVocabulary", with_set({"model.vocab_size=100"}), "[data] text.bin: token ",
+     ", expected tokens below model.vocab_size 100; data.format or model.vocab_size does not fit the file", 0, true},
+    {"MetricsFolderThatIsAFile", with_set({"metrics.folder=text.bin"}),
+     "[metrics] text.bin cannot be made a folder: Not a directory, expected a folder to write to; set metrics.folder"},
+    {"SetWithoutAValue", with_set({"steps"}), "[config] --set: 'steps', expected section.key=value"},
+    {"SetOfAnUnknownKey", with_set({"training.stpes=3"}),
+     "[config] --set: training.stpes: unknown key; did you mean training.steps?"},
+    {"RanksWithDifferentSettings",
+     [](const Folder& folder, int rank) {
+       return with_set({rank == 1 ? "training.steps=7" : "training.steps=8"})(folder, rank);
+     },
+     "[config] the ranks differ in training.steps (8 on rank 0), expected the same on all; give every rank the same "
+     "file and the same --set"},
+};
+
+class HsdpTrainMistake : public HsdpTrain, public ::testing::WithParamInterface<Mistake> {};
+INSTANTIATE_TEST_SUITE_P(All, HsdpTrainMistake, ::testing::ValuesIn(kMistakes),
+                         [](const auto& which) { return which.param.name; });
+
+TEST_P(HsdpTrainMistake, IsToldOnceAndEndsAllRanks) {
+  const Mistake& mistake = GetParam();
+  const auto results = run_processes(ranks(2, [&](int rank) { return mistake.make(folder_, rank); }));
+  for (const auto& result : results) EXPECT_EQ(result.exit_code, 2) << describe(results);
+  std::string expected = mistake.expected;
+  if (count_of("{folder}", expected)) expected = replaced(expected, "{folder}", folder_.path());
+  const auto& teller = results[mistake.teller];
+  if (mistake.expected_end.empty()) {
+    EXPECT_EQ(teller.err, (mistake.teller == 0 ? kMet : "") + expected + "\n");
+  } else {
+    EXPECT_THAT(teller.err, ::testing::StartsWith(kMet + expected));
+    EXPECT_THAT(teller.err, ::testing::EndsWith(mistake.expected_end + "\n"));
+    EXPECT_EQ(count_of("\n", teller.err), 2) << teller.err;
+  }
+  EXPECT_EQ(count_of(expected, all_output(results)), 1) << describe(results);
+  EXPECT_EQ(count_of("frame #", all_output(results)), 0) << describe(results);
+  const auto& other = results[1 - mistake.teller];
+  EXPECT_EQ(other.err, mistake.teller == 0 ? "" : kMet);
+  EXPECT_EQ((results[0].out + results[1].out).empty(), !mistake.trains) << describe(results);
+  EXPECT_EQ(fs::exists(folder_ / "run" / "metrics.jsonl"), mistake.trains);
+}
+
+TEST_F(HsdpTrain, MistakesInTheCommandLineAreToldOnce) {
+  const auto results = run(2, {"--confg", "config.yaml"});
+  for (const auto& result : results) EXPECT_EQ(result.exit_code, 2) << describe(results);
+  EXPECT_THAT(results[0].err, HasSubstr("; hsdp_train --help lists the options\n"));
+  EXPECT_EQ(count_of("[command line] ", all_output(results)), 1) << describe(results);
+  const auto help = run(2, {"--help"});
+  expect_success(help);
+  EXPECT_EQ(count_of("section.key=value", all_output(help)), 1) << describe(help);
+}
+
+TEST_F(HsdpTrain, MistakesAreToldAlikeWhenAlone) {
+  const auto result = run_process(program({"--config", "config.yaml", "--set", "model.n_heads=3"}));
+  EXPECT_EQ(result.exit_code, 2) << to_string(result);
+  EXPECT_EQ(lines_with("[config] ", result.err).size(), 1u) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("n_heads"));
+  EXPECT_EQ(count_of("frame #", result.err), 0);
+}
+
+// The first step of so large a size makes values that the next forward cannot bear.
+TEST_F(HsdpTrain, StopsBeforeTheStepWhenTheLossIsNotFinite) {
+  for (const char* optimizer : {"adamw", "sgd"}) {
+    SCOPED_TRACE(optimizer);
+    const auto results = run(2, {"--config", "config.yaml", "--set", "optimizer.lr=1e30", "--set",
+                                 std::string("optimizer.name=") + optimizer, "--set", "training.sample_bytes=5"});
+    for (const auto& result : results) EXPECT_EQ(result.exit_code, 2) << describe(results);
+    EXPECT_EQ(count_of("[training] step 2: loss is ", all_output(results)), 1) << describe(results);
+    EXPECT_EQ(results[1].out + results[1].err, "");
+    EXPECT_THAT(results[0].err, HasSubstr("expected finite numbers; stopped before the optimizer's step; "));
+    EXPECT_EQ(count_of("frame #", all_output(results)), 0);
+    EXPECT_EQ(count_of("sample:", all_output(results)), 0);
+    // The step that is refused is logged as well: it shows what happened.
+    const auto objects = metrics("run");
+    ASSERT_EQ(objects.size(), 2u) << results[0].out;
+    EXPECT_TRUE(objects[0].at("loss").is_number());
+    EXPECT_TRUE(objects[1].at("loss").is_null() || objects[1].at("grad_norm").is_null()) << objects[1];
+  }
+}
+
+// libtorch's own errors carry a trace of the C++ stack: a request for more memory than any machine can address.
+TEST_F(HsdpTrain, ShowsAStackTraceOnlyWhenAsked) {
+  ProcessOptions options = program({"--config", "config.yaml", "--set", "model.vocab_size=10000000000000"});
+  // Under the address sanitizer such a request would otherwise end the program.
+  const char* sanitizer = std::getenv("ASAN_OPTIONS");
+  options.environment["ASAN_OPTIONS"] = std::string(sanitizer ? sanitizer : "") + ":allocator_may_return_null=1";
+  const auto quiet = run_process(options);
+  EXPECT_EQ(quiet.exit_code, 1) << to_string(quiet);
+  EXPECT_EQ(count_of("you tried to allocate 640000000000000 bytes", quiet.err), 1) << quiet.err;
+  EXPECT_EQ(count_of("frame #", quiet.err), 0) << quiet.err;
+  options.environment["TORCH_SHOW_CPP_STACKTRACES"] = "1";
+  const auto asked = run_process(options);
+  EXPECT_EQ(asked.exit_code, 1) << to_string(asked);
+  EXPECT_EQ(count_of("you tried to allocate 640000000000000 bytes", asked.err), 1) << asked.err;
+  EXPECT_GT(count_of("frame #", asked.err), 0) << asked.err;
+}
+
+// ---- ranks that fail ----
+
+class HsdpTrainFailure : public HsdpTrain {
+ protected:
+  /// Starts two ranks that train without end, and returns once a few steps are done.
+  std::vector<Process> start_endless(int timeout_seconds) {
+    std::vector<Process> started;
+    for (const auto& options : ranks(2, [&](int) {
+           return with_set({"training.steps=1000000", "metrics.log_every=1",
+                            "comm.timeout_seconds=" + std::to_string(timeout_seconds)})(folder_, 0);
+         })) {
+      started.emplace_back(options);
+    }
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (count_of("step ", started[0].out()) < 3) {
+      if (std::chrono::steady_clock::now() > deadline) throw std::runtime_error("no steps: " + started[0].out());
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    return started;
+  }
+
+  static void expect_names_the_operation(const ProcessResult& result, const std::string& timeout) {
+    EXPECT_EQ(result.exit_code, 1) << to_string(result);
+    // The operation in brackets, then the unit or the purpose.
+    EXPECT_THAT(result.err, ::testing::ContainsRegex(
+                                "\n\\[(all_gather|reduce_scatter|all_reduce)\\] (root|blocks\\.[01]|layers\\.[01]|loss|"
+                                "clip_grad_norm_|peak_memory_bytes), [0-9,]+ bytes over gloo group \"shard\" "));
+    EXPECT_EQ(count_of("(rank 0 of 2) failed after ", result.err), 1) << result.err;
+    EXPECT_EQ(count_of("(timeout " + timeout + "): ", result.err), 1) << result.err;
+    EXPECT_EQ(count_of("every rank must call it\n", result.err), 1) << result.err;
+    EXPECT_EQ(count_of("\n", result.err), 2) << result.err;
+    EXPECT_EQ(count_of("frame #", result.err), 0) << result.err;
+  }
+};
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+TEST_F(HsdpTrainFailure, AKilledRankEndsTheOtherAtOnce) {
+  auto started = start_endless(30);
+  const auto start = std::chrono::steady_clock::now();
+  started[1].signal(SIGKILL);
+  const auto result = started[0].wait();
+  EXPECT_LT(seconds_since(start), 5);
+  expect_names_the_operation(result, "30 s");
+  EXPECT_EQ(started[1].wait().signal, SIGKILL);
+}
+
+TEST_F(HsdpTrainFailure, AStalledRankEndsTheOtherAtTheTimeout) {
+  auto started = start_endless(2);
+  const auto start = std::chrono::steady_clock::now();
+  started[1].signal(SIGSTOP);
+  const auto result = started[0].wait();
+  EXPECT_GT(seconds_since(start), 1.5);
+  EXPECT_LT(seconds_since(start), 5);
+  expect_names_the_operation(result, "2 s");
+  // Woken, it finds itself alone.
+  started[1].signal(SIGCONT);
+  const auto woken = started[1].wait();
+  EXPECT_EQ(woken.exit_code, 1) << to_string(woken);
+  EXPECT_EQ(count_of("every rank must call it\n", woken.err), 1) << woken.err;
+}
+
+TEST_F(HsdpTrainFailure, ARankThatNeverStartsIsMissedAtTheTimeout) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto result = run_process(ranks(2, [&](int) { return with_set({"comm.timeout_seconds=2"})(folder_, 0); })[0]);
+  EXPECT_EQ(result.exit_code, 1) << to_string(result);
+  EXPECT_LT(seconds_since(start), 8);
+  EXPECT_THAT(result.err, ::testing::StartsWith("[init] the store at 127.0.0.1:"));
+  EXPECT_THAT(result.err, HasSubstr(" failed on rank 0 of 2 (timeout 2 s): "));
+  EXPECT_EQ(count_of("\n", result.err), 1) << result.err;
+  EXPECT_EQ(count_of("frame #", result.err), 0) << result.err;
+}
+
+}  // namespace
