@@ -8,7 +8,7 @@
 #include <stdexcept>
 
 #include "apps/agreement.h"
-#include "hsdp/error_file.h"
+#include "hsdp/launch/error_file.h"
 
 namespace apps {
 namespace {

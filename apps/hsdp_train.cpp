@@ -17,9 +17,9 @@
 #include "apps/metrics.h"
 #include "apps/trainer.h"
 #include "dtensor/error.h"
-#include "hsdp/device.h"
+#include "hsdp/launch/device.h"
 #include "hsdp/init.h"
-#include "hsdp/launcher_env.h"
+#include "hsdp/launch/launcher_env.h"
 
 namespace {
 
@@ -78,7 +78,6 @@ void run(const hsdp::Environment& environment, const std::optional<apps::Config>
   apps::check_same(environment, values);
 
   std::optional<apps::DataLoader> data;
-  std::unique_ptr<apps::RunFolder> folder;
   apps::agree(environment, [&] {
     data.emplace(apps::TokenFile(config->data.path, config->data.format),
                  apps::DataLoaderOptions{.global_batch_size = config->training.global_batch_size,
@@ -87,9 +86,14 @@ void run(const hsdp::Environment& environment, const std::optional<apps::Config>
                                          .seed = config->training.seed,
                                          .rank = environment.rank(),
                                          .ranks = environment.world_size()});
-    if (environment.rank() == 0) folder = std::make_unique<apps::RunFolder>(*config);
   });
   apps::check_same(environment, {{"the number of tokens in data.path", std::to_string(data->file().size())}});
+
+  // Last, since it replaces the metrics of a former run.
+  std::unique_ptr<apps::RunFolder> folder;
+  apps::agree(environment, [&] {
+    if (environment.rank() == 0) folder = std::make_unique<apps::RunFolder>(*config);
+  });
   apps::train(*config, environment, *data, folder.get());
 }
 

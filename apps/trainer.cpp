@@ -11,7 +11,7 @@
 #include <string>
 
 #include "apps/failure.h"
-#include "hsdp/device.h"
+#include "hsdp/launch/device.h"
 #include "hsdp/hsdp.h"
 #include "models/transformer.h"
 

@@ -1,13 +1,13 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+
 #include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <string_view>
-
-#include <ATen/core/Tensor.h>
-#include <c10/util/intrusive_ptr.h>
 
 #include "dtensor/placement.h"
 

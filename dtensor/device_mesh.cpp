@@ -126,7 +126,8 @@ int64_t DeviceMesh::axis(const std::string& name) const {
 }
 
 bool DeviceMesh::has_groups() const {
-  return std::all_of(communicators_.begin(), communicators_.end(), [](const auto& communicator) { return communicator != nullptr; });
+  return std::all_of(communicators_.begin(), communicators_.end(),
+                     [](const auto& communicator) { return communicator != nullptr; });
 }
 
 Communicator& DeviceMesh::communicator(int64_t axis) const { return *shared_communicator(axis); }

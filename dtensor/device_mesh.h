@@ -1,11 +1,11 @@
 #pragma once
 
+#include <c10/core/DeviceType.h>
+
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
-
-#include <c10/core/DeviceType.h>
 
 #include "dtensor/communicator.h"
 
@@ -18,8 +18,8 @@ using GroupFactory =
 /// An n-D arrangement of ranks with named axes, for example {replicate: 2, shard: 4}. Ranks fill it in row-major order.
 ///
 /// Immutable and shared. Axes of size 1 use the group of one rank, so nobody needs to ask for the size. A mesh made
-/// without a GroupFactory knows shapes and coordinates but refuses collectives on axes longer than 1: enough for layouts,
-/// planning and tests. Not thread-safe while it is being built; afterwards it only reads.
+/// without a GroupFactory knows shapes and coordinates but refuses collectives on axes longer than 1: enough for
+/// layouts, planning and tests. Not thread-safe while it is being built; afterwards it only reads.
 class DeviceMesh {
  public:
   /// `rank` is this process's position, 0 <= rank < product(sizes). Throws ValueError for empty or non-positive sizes,

@@ -1,17 +1,17 @@
 #include "dtensor/dispatch.h"
 
-#include <mutex>
-#include <shared_mutex>
-#include <unordered_map>
-#include <utility>
-#include <vector>
-
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/library.h>
+
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "dtensor/error.h"
 #include "dtensor/operator_call.h"
@@ -73,7 +73,8 @@ struct WholeArgument {
   bool written;
 };
 
-// What torch says of an in-place change of a leaf: inside a forward the leaf is a whole copy, which torch would let pass.
+// What torch says of an in-place change of a leaf: inside a forward the leaf is a whole copy, which torch would let
+// pass.
 void refuse_inplace_on_leaf(const c10::OperatorHandle& op, const at::Tensor& tensor) {
   if (!at::GradMode::is_enabled() || !tensor.requires_grad()) return;
   auto* impl = dtensor_impl(tensor);
@@ -93,7 +94,8 @@ void run_on_whole(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
       auto owner = impl->owner();
       if (!owner) refuse_mixed(op, *impl);
       pinned.add(owner);
-      auto whole = owner->unsharded(impl->owner_index());
+      // An alias made by data() or detach() has cut the gradient.
+      auto whole = owner->unsharded(impl->owner_index(), at::GradMode::is_enabled() && tensor.requires_grad());
       wholes.push_back({tensor, whole, owner, impl->owner_index(), written});
       return whole;
     }
@@ -128,17 +130,17 @@ void run_on_whole(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
 
 // What the tensor arguments of a call are, as far as the choice of rule needs it.
 struct Census {
-  bool deferred = false;          // made by meta_init, no values
-  bool distributed = false;       // any distributed tensor
-  bool whole = false;             // a managed parameter that may be read whole, or a view of a gathered one
+  bool deferred = false;     // made by meta_init, no values
+  bool distributed = false;  // any distributed tensor
+  bool whole = false;        // a managed parameter that may be read whole, or a view of a gathered one
   const DTensorImpl* managed = nullptr;
-  bool companion = false;         // a distributed tensor that nobody manages (optimizer state, gradient)
+  bool companion = false;  // a distributed tensor that nobody manages (optimizer state, gradient)
 };
 
 Census take_census(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   Census census;
-  // full_like(p.data(), ...) is how optimizers make their state, also where `model->parameters()` keeps a forward scope
-  // open around the optimizer's construction: state lies as the shards do.
+  // full_like(p.data(), ...), and zeros_like(p) without grad mode, is how optimizers make their state, also where
+  // `model->parameters()` keeps a forward scope open around them: state lies as the shards do.
   const bool like_factory = op.schema().name().ends_with("_like");
   for_each_tensor(op, stack, [&](const at::Tensor& tensor) {
     if (!tensor.defined() || !tensor.key_set().has(kDTensorKey)) return;
@@ -157,7 +159,7 @@ Census take_census(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     if (impl->state() == DTensorImpl::State::deferred) {
       auto owner = impl->owner();
       // The owner's error lists everything that has no values.
-      if (owner && owner->readable()) owner->unsharded(impl->owner_index());
+      if (owner && owner->readable()) owner->unsharded(impl->owner_index(), false);
       census.deferred = true;
       return;
     }
@@ -165,7 +167,7 @@ Census take_census(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     auto owner = impl->owner();
     if (!owner) {
       census.companion = true;
-    } else if (!sharded_rules && !(like_factory && impl->is_alias()) && owner->readable()) {
+    } else if (!sharded_rules && !(like_factory && (impl->is_alias() || !at::GradMode::is_enabled())) && owner->readable()) {
       census.whole = true;
       census.managed = impl;
     }

@@ -1,10 +1,10 @@
 #pragma once
 
-#include <cstdint>
-#include <memory>
-
 #include <ATen/core/Tensor.h>
 #include <ATen/core/stack.h>
+
+#include <cstdint>
+#include <memory>
 
 #include "dtensor/dtensor_impl.h"
 

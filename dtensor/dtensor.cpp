@@ -1,11 +1,11 @@
 #include "dtensor/dtensor.h"
 
-#include <utility>
-#include <vector>
-
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <utility>
+#include <vector>
 
 #include "dtensor/error.h"
 
@@ -39,8 +39,7 @@ std::vector<int64_t> infer_global_sizes(const at::Tensor& local, const DeviceMes
   return sizes;
 }
 
-at::Tensor gather_axis(const at::Tensor& local, const DTensorImpl& impl, int64_t axis, int64_t dim,
-                       int64_t length) {
+at::Tensor gather_axis(const at::Tensor& local, const DTensorImpl& impl, int64_t axis, int64_t dim, int64_t length) {
   const auto& mesh = *impl.mesh();
   const auto ranks = mesh.size(axis);
   if (ranks == 1) return local;
@@ -54,7 +53,8 @@ at::Tensor gather_axis(const at::Tensor& local, const DTensorImpl& impl, int64_t
   sizes[0] = chunk * ranks;
   auto gathered = at::empty(sizes, local.options());
   mesh.communicator(axis)
-      .all_gather(gathered.view({-1}), padded.view({-1}), {"all_gather", impl.name().empty() ? "full_tensor" : impl.name()})
+      .all_gather(gathered.view({-1}), padded.view({-1}),
+                  {"all_gather", impl.name().empty() ? "full_tensor" : impl.name()})
       ->wait();
   return gathered.narrow(0, 0, length).movedim(0, dim).contiguous();
 }
@@ -63,7 +63,8 @@ at::Tensor gather_axis(const at::Tensor& local, const DTensorImpl& impl, int64_t
 
 DTensor::DTensor(at::Tensor tensor) : tensor_(std::move(tensor)), impl_(distributed_impl(tensor_)) {
   if (impl_ == nullptr) {
-    raise<ValueError>("DTensor", "given ", describe(tensor_), ", expected a distributed tensor; make one with from_local");
+    raise<ValueError>("DTensor", "given ", describe(tensor_),
+                      ", expected a distributed tensor; make one with from_local");
   }
 }
 
@@ -71,7 +72,8 @@ DTensor DTensor::from_local(const at::Tensor& local, std::shared_ptr<const Devic
                             std::optional<std::vector<int64_t>> shape) {
   constexpr auto where = "DTensor::from_local";
   if (!local.defined()) raise<ValueError>(where, "the local tensor is undefined, expected this rank's part");
-  if (dtensor_impl(local)) raise<NotSupportedError>(where, describe(local), " is itself distributed; pass its to_local()");
+  if (dtensor_impl(local))
+    raise<NotSupportedError>(where, describe(local), " is itself distributed; pass its to_local()");
   if (!mesh) raise<ValueError>(where, "the mesh is null, expected a DeviceMesh");
   if (!local.is_contiguous()) {
     raise<NotSupportedError>(where, "local of sizes ", local.sizes(), " has strides ", local.strides(),
@@ -94,7 +96,8 @@ DTensor DTensor::from_local(const at::Tensor& local, std::shared_ptr<const Devic
   return DTensor(std::move(tensor));
 }
 
-DTensor DTensor::without_layout(const at::Tensor& local, std::shared_ptr<const DeviceMesh> mesh, Placements placements) {
+DTensor DTensor::without_layout(const at::Tensor& local, std::shared_ptr<const DeviceMesh> mesh,
+                                Placements placements) {
   return DTensor(at::detail::make_tensor<DTensorImpl>(local, std::move(mesh), std::move(placements), local.sizes(),
                                                       local.strides()));
 }
@@ -113,7 +116,6 @@ DTensor DTensor::distribute(const at::Tensor& whole, std::shared_ptr<const Devic
 }
 
 at::Tensor DTensor::to_local() const {
-  if (auto owner = impl().owner()) owner->local_escaped();
   Below below(kDTensorKey);
   return impl().local().detach();
 }
@@ -137,8 +139,8 @@ at::Tensor DTensor::full_tensor() const {
     lengths.push_back(current);
     if (!placements[axis].is_shard()) continue;
     auto& length = current[static_cast<size_t>(placements[axis].dim())];
-    const auto range = chunk_range(length, impl().mesh()->size(static_cast<int64_t>(axis)),
-                                   impl().mesh()->coordinate()[axis]);
+    const auto range =
+        chunk_range(length, impl().mesh()->size(static_cast<int64_t>(axis)), impl().mesh()->coordinate()[axis]);
     length = range.end - range.begin;
   }
   for (size_t axis = placements.size(); axis-- > 0;) {
@@ -150,7 +152,9 @@ at::Tensor DTensor::full_tensor() const {
       const bool norm = placements[axis].op() == ReduceOp::norm;
       const double p = norm ? placements[axis].norm_type() : 1;
       if (norm) whole = whole.pow(p);
-      impl().mesh()->communicator(mesh_axis)
+      impl()
+          .mesh()
+          ->communicator(mesh_axis)
           .all_reduce(whole, norm ? ReduceOp::sum : placements[axis].op(), {"all_reduce", "full_tensor"})
           ->wait();
       if (norm) whole = whole.pow(1 / p);
@@ -228,8 +232,8 @@ std::string describe(const at::Tensor& tensor) {
   const auto plain = c10::str(tensor.scalar_type(), " ", tensor.sizes());
   if (impl == nullptr) return c10::str("plain ", plain, " ", tensor.device());
   if (impl->state() == DTensorImpl::State::deferred) return c10::str("deferred ", plain);
-  return c10::str("DTensor ", plain, " ", to_string(impl->alias_placements()), " on ", impl->mesh()->to_string(), ", local ",
-                  impl->local().sizes(), " ", impl->local().device());
+  return c10::str("DTensor ", plain, " ", to_string(impl->alias_placements()), " on ", impl->mesh()->to_string(),
+                  ", local ", impl->local().sizes(), " ", impl->local().device());
 }
 
 }  // namespace dtensor

@@ -1,10 +1,10 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <memory>
 #include <optional>
 #include <string>
-
-#include <ATen/core/Tensor.h>
 
 #include "dtensor/dtensor_impl.h"
 #include "dtensor/layout.h"
@@ -22,12 +22,13 @@ class DTensor {
   static bool is_dtensor(const at::Tensor& tensor) { return distributed_impl(tensor) != nullptr; }
 
   /// Wraps this rank's part. Local and result share memory; requires_grad is kept; equal requests reuse one Layout.
-  /// Without `shape` the global sizes are the sums of the local sizes along Shard axes: exchanged between the ranks of a
-  /// mesh with groups (a collective), taken as equal on a mesh without. Throws ValueError when `shape` does not give
+  /// Without `shape` the global sizes are the sums of the local sizes along Shard axes: exchanged between the ranks of
+  /// a mesh with groups (a collective), taken as equal on a mesh without. Throws ValueError when `shape` does not give
   /// this rank a local of this size, NotSupportedError for a local that is itself distributed or non-contiguous.
   static DTensor from_local(const at::Tensor& local, std::shared_ptr<const DeviceMesh> mesh, Placements placements,
                             std::optional<std::vector<int64_t>> shape = std::nullopt);
-  /// The same from mesh and placements alone, for a caller that keeps no Layout: global sizes and strides are the local's.
+  /// The same from mesh and placements alone, for a caller that keeps no Layout: global sizes and strides are the
+  /// local's.
   static DTensor without_layout(const at::Tensor& local, std::shared_ptr<const DeviceMesh> mesh, Placements placements);
   /// Takes this rank's part of a whole tensor that every rank has; no communication.
   static DTensor distribute(const at::Tensor& whole, std::shared_ptr<const DeviceMesh> mesh, Placements placements);
@@ -35,7 +36,8 @@ class DTensor {
   const at::Tensor& tensor() const { return tensor_; }
   operator const at::Tensor&() const { return tensor_; }  // NOLINT(google-explicit-constructor)
 
-  /// This rank's part, sharing memory and version counter; detached. A write through it changes the distributed tensor.
+  /// This rank's part, sharing memory and version counter; detached. A write through it changes the distributed tensor;
+  /// one through a raw pointer is not seen by a unit that is gathered at the time.
   at::Tensor to_local() const;
   /// The whole value on every rank, a new plain tensor: all-gathers Shard axes, reduces Partial ones. A collective.
   at::Tensor full_tensor() const;
@@ -61,8 +63,8 @@ class DTensor {
 
   /// A distributed alias: fresh identity and body, same storage and layout, version counter of its own.
   DTensor data() const;
-  /// Rebinds layout, body and local to those of `source` (or to this rank's part of a plain tensor of global shape); the
-  /// identity stays.
+  /// Rebinds layout, body and local to those of `source` (or to this rank's part of a plain tensor of global shape);
+  /// the identity stays.
   void set_data(const at::Tensor& source) const;
   /// The raw alias of the body that the notes on tensor identity call `.data`: a new plain impl at every call, on the
   /// body's current storage, below dispatch.
@@ -86,7 +88,8 @@ at::Tensor wrap_local(at::Tensor local, const DTensorImpl& like);
 /// This rank's box of a whole plain tensor, a view.
 at::Tensor narrow_to_box(at::Tensor whole, const Box& box);
 
-/// One line about any tensor without reading its values: `DTensor float (5, 3) [Shard(0)] on mesh(...), local (3, 3) cpu`.
+/// One line about any tensor without reading its values: `DTensor float (5, 3) [Shard(0)] on mesh(...), local (3, 3)
+/// cpu`.
 std::string describe(const at::Tensor& tensor);
 
 }  // namespace dtensor

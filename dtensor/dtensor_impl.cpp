@@ -1,8 +1,8 @@
 #include "dtensor/dtensor_impl.h"
 
-#include <utility>
-
 #include <ATen/core/grad_mode.h>
+
+#include <utility>
 
 #include "dtensor/error.h"
 
@@ -45,9 +45,7 @@ DTensorImpl::DTensorImpl(at::Tensor value, std::shared_ptr<DeferredValue> deferr
 
 DTensorImpl::~DTensorImpl() { set_deferred(nullptr); }
 
-const Placements& DTensorImpl::alias_placements() const {
-  return layout_ ? layout_->alias_placements() : placements_;
-}
+const Placements& DTensorImpl::alias_placements() const { return layout_ ? layout_->alias_placements() : placements_; }
 
 void DTensorImpl::set_name(std::string name) {
   name_ = std::move(name);
@@ -187,7 +185,7 @@ bool DTensorImpl::has_storage() const {
       break;
   }
   if (auto owner = this->owner(); owner && owner->readable()) {
-    self->storage_ = owner->unsharded(owner_index_).storage();
+    self->storage_ = owner->unsharded_for_raw_access(owner_index_).storage();
     return true;
   }
   if (!raw_access_text_set_) {
@@ -224,7 +222,6 @@ c10::intrusive_ptr<c10::TensorImpl> DTensorImpl::alias(const c10::VariableVersio
     copy->owner_ = owner_;
     copy->owner_index_ = owner_index_;
     copy->is_alias_ = true;
-    if (auto owner = this->owner()) owner->local_escaped();
   }
   copy->has_values_ = has_values_;
   copy->name_ = name_;
@@ -267,12 +264,13 @@ void DTensorImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& i
     return;
   }
   if (!source_tensor.sizes().equals(sizes())) {
-    raise<ValueError>("set_data", describe(), " given a tensor of shape ", source_tensor.sizes(), ", expected ", sizes(),
-                      "; a distributed tensor keeps its global shape");
+    raise<ValueError>("set_data", describe(), " given a tensor of shape ", source_tensor.sizes(), ", expected ",
+                      sizes(), "; a distributed tensor keeps its global shape");
   }
   if (source == nullptr) {
     if (!layout_) {
-      raise<NotSupportedError>("set_data", describe(), " has no layout to take a shard by; give it a distributed tensor");
+      raise<NotSupportedError>("set_data", describe(),
+                               " has no layout to take a shard by; give it a distributed tensor");
     }
     at::Tensor shard = source_tensor;
     {
@@ -287,7 +285,8 @@ void DTensorImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& i
     install_local(std::move(shard));
   } else {
     if (source->state_ != State::distributed) {
-      raise<StateError>("set_data", "the source was made by meta_init and has no values, expected a materialized tensor");
+      raise<StateError>("set_data",
+                        "the source was made by meta_init and has no values, expected a materialized tensor");
     }
     const bool same = layout_ && source->layout_ ? layout_->same_distribution(*source->layout_)
                                                  : mesh_ == source->mesh_ && placements_ == source->placements_;

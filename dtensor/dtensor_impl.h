@@ -1,13 +1,13 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <c10/core/Scalar.h>
+#include <c10/core/TensorImpl.h>
+
 #include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
-
-#include <ATen/core/Tensor.h>
-#include <c10/core/Scalar.h>
-#include <c10/core/TensorImpl.h>
 
 #include "dtensor/layout.h"
 
@@ -26,9 +26,11 @@ class ParameterOwner {
   virtual ~ParameterOwner();
   /// True while operators may read whole parameters on this thread: in a forward scope, a backward pass, a recompute.
   virtual bool readable() const = 0;
-  /// The whole parameter `index`, gathered if it is not. With grad mode on and a parameter that requires grad it is
-  /// connected to the owner's autograd node. Throws StateError naming what has no values yet.
-  virtual at::Tensor unsharded(size_t index) = 0;
+  /// The whole parameter `index`, gathered if it is not; with `differentiable`, connected to the owner's autograd node.
+  /// Throws StateError naming what has no values yet.
+  virtual at::Tensor unsharded(size_t index, bool differentiable) = 0;
+  /// The same for a caller that keeps a raw pointer: the memory stays until the outermost forward or backward ends.
+  virtual at::Tensor unsharded_for_raw_access(size_t index) = 0;
   /// Makes the memory behind plain views of unsharded parameters valid again.
   virtual void gather() = 0;
   /// Keeps what is gathered until the matching unpin(): one operator may read parameters of several owners.
@@ -36,8 +38,8 @@ class ParameterOwner {
   virtual void unpin() = 0;
   /// An operator wrote the whole parameter `index` through unsharded() or a view of it: the shard must follow.
   virtual void written(size_t index) = 0;
-  /// An alias of the local shard left the library: its values may change without a version bump.
-  virtual void local_escaped() = 0;
+  /// An operator wrote the shard of parameter `index` through an alias, whose version counter is not the parameter's.
+  virtual void shard_written(size_t index) = 0;
 };
 
 /// What a tensor that was born during deferred construction stands for. Implemented by the recorder above this folder.
@@ -47,8 +49,8 @@ class DeferredValue {
   /// Raw access (data_ptr, accessor, torch::tensor({...})): gives `impl` real memory, or returns false where there is
   /// none to give.
   virtual bool expose(DTensorImpl& impl) = 0;
-  /// `impl` starts, or ends, standing for this value: construction finds every tensor of a module this way, aliases made
-  /// by data() and set_data() included.
+  /// `impl` starts, or ends, standing for this value: construction finds every tensor of a module this way, aliases
+  /// made by data() and set_data() included.
   virtual void attach(DTensorImpl& impl);
   virtual void detach(DTensorImpl& impl);
 };
@@ -56,12 +58,12 @@ class DeferredValue {
 /// The object behind every handle of a distributed tensor, and its identity: modules, optimizers and users hold handles
 /// to this impl, and it is never replaced. What it holds is exchanged instead.
 ///
-/// States: *deferred* (born in deferred construction: shape only, or small real memory), *distributed* (layout, body and
-/// local), *ordinary* (a plain tensor again on the same impl; the key is gone and this class no longer matters).
+/// States: *deferred* (born in deferred construction: shape only, or small real memory), *distributed* (layout, body
+/// and local), *ordinary* (a plain tensor again on the same impl; the key is gone and this class no longer matters).
 ///
-/// Public metadata is that of the global tensor; device and dtype follow the local. There is no public storage outside a
-/// forward. `body` and `local` are two impls on one StorageImpl, except between install_local and exchange_body.
-/// Not thread-safe, as at::Tensor.
+/// Public metadata is that of the global tensor; device and dtype follow the local. There is no public storage outside
+/// a forward. `body` and `local` are two impls on one StorageImpl, except between install_local and exchange_body. Not
+/// thread-safe, as at::Tensor.
 class DTensorImpl final : public c10::TensorImpl {
  public:
   enum class State { deferred, distributed, ordinary };

@@ -1,9 +1,9 @@
 #pragma once
 
+#include <c10/util/StringUtil.h>
+
 #include <stdexcept>
 #include <string>
-
-#include <c10/util/StringUtil.h>
 
 namespace dtensor {
 

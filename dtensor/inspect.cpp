@@ -27,8 +27,8 @@ Observation observe(const at::Tensor& plain) {
 
 std::string Observation::to_string() const {
   return c10::str("impl ", impl, ", storage ", storage, " (", nbytes, " bytes at ", data, ", ", storage_device,
-                  resizable ? ", resizable" : "", "), offset ", offset, ", sizes ", c10::IntArrayRef(sizes), ", strides ",
-                  c10::IntArrayRef(strides));
+                  resizable ? ", resizable" : "", "), offset ", offset, ", sizes ", c10::IntArrayRef(sizes),
+                  ", strides ", c10::IntArrayRef(strides));
 }
 
 std::string Inspection::to_string() const {
@@ -47,7 +47,8 @@ Inspection inspect(const at::Tensor& tensor) {
     return seen;
   }
   if (dtensor_impl(tensor) != nullptr) {
-    raise<ValueError>("inspect", describe(tensor), " has no memory yet, expected a distributed or plain tensor; call "
+    raise<ValueError>("inspect", describe(tensor),
+                      " has no memory yet, expected a distributed or plain tensor; call "
                       "fully_shard first");
   }
   seen.body = seen.local = observe(tensor);

@@ -1,10 +1,10 @@
 #pragma once
 
-#include <string>
-#include <vector>
-
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+
+#include <string>
+#include <vector>
 
 namespace dtensor {
 
@@ -22,8 +22,8 @@ struct Observation {
   std::string to_string() const;
 };
 
-/// The three layers of a tensor: the handle's impl (identity), and for a distributed tensor its body and its local. For a
-/// plain tensor body and local both observe the tensor itself.
+/// The three layers of a tensor: the handle's impl (identity), and for a distributed tensor its body and its local. For
+/// a plain tensor body and local both observe the tensor itself.
 struct Inspection {
   const void* identity = nullptr;
   bool distributed = false;

@@ -1,11 +1,11 @@
 #pragma once
 
+#include <c10/core/ScalarType.h>
+#include <c10/util/ArrayRef.h>
+
 #include <memory>
 #include <string>
 #include <vector>
-
-#include <c10/core/ScalarType.h>
-#include <c10/util/ArrayRef.h>
 
 #include "dtensor/device_mesh.h"
 #include "dtensor/placement.h"
@@ -25,8 +25,8 @@ struct ChunkRange {
 };
 ChunkRange chunk_range(int64_t length, int64_t chunks, int64_t index);
 
-/// Where a distributed tensor lies: mesh, one placement per mesh axis, and global shape, strides and dtype. The one place
-/// that computes local shapes and offsets, for DTensor, fully_shard and checkpoints.
+/// Where a distributed tensor lies: mesh, one placement per mesh axis, and global shape, strides and dtype. The one
+/// place that computes local shapes and offsets, for DTensor, fully_shard and checkpoints.
 ///
 /// Immutable and shared: equal requests return one object while somebody holds it. Thread-safe.
 class Layout {

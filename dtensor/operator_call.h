@@ -1,7 +1,5 @@
 #pragma once
 
-#include <utility>
-
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -9,8 +7,10 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
 
-/// Walking and replacing the tensors of a boxed operator call. Arguments are the last schema().arguments().size() values
-/// of the stack, results the last schema().returns().size().
+#include <utility>
+
+/// Walking and replacing the tensors of a boxed operator call. Arguments are the last schema().arguments().size()
+/// values of the stack, results the last schema().returns().size().
 namespace dtensor {
 
 /// Calls `visit(tensor)` for every tensor in a value: itself, or the elements of a (possibly optional) tensor list.

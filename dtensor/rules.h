@@ -1,9 +1,9 @@
 #pragma once
 
-#include <vector>
-
 #include <ATen/core/Tensor.h>
 #include <ATen/core/stack.h>
+
+#include <vector>
 
 #include "dtensor/dtensor_impl.h"
 

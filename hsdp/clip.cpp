@@ -1,10 +1,10 @@
 #include "hsdp/clip.h"
 
-#include <algorithm>
-#include <cmath>
-
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <cmath>
 
 #include "dtensor/dispatch.h"
 #include "dtensor/dtensor.h"

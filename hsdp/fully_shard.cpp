@@ -1,8 +1,8 @@
 #include "hsdp/fully_shard.h"
 
-#include <sstream>
-
 #include <ATen/ATen.h>
+
+#include <sstream>
 
 #include "dtensor/dtensor.h"
 

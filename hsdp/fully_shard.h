@@ -1,10 +1,10 @@
 #pragma once
 
+#include <torch/nn/pimpl.h>
+
 #include <memory>
 #include <type_traits>
 #include <utility>
-
-#include <torch/nn/pimpl.h>
 
 #include "hsdp/saved_tensors.h"
 #include "hsdp/sharded_module.h"
@@ -34,8 +34,8 @@ class ForwardScope {
 
 /// A fully sharded module of class M: a handle that copies share.
 ///
-/// `model->anything(...)` calls the member of M inside a forward scope that ends with the full expression; `model(x)` is
-/// `model->forward(x)`. Everything else that a training loop needs from the sharded state is a member with a dot.
+/// `model->anything(...)` calls the member of M inside a forward scope that ends with the full expression; `model(x)`
+/// is `model->forward(x)`. Everything else that a training loop needs from the sharded state is a member with a dot.
 /// Threads: one forward at a time. Collective functions must be called by all ranks in the same order.
 template <class M>
 class FullySharded {
@@ -89,8 +89,9 @@ auto shared_module(N&& net) {
   if constexpr (torch::detail::is_module_holder<Plain>::value) {
     return net.is_empty() ? std::shared_ptr<typename Plain::ContainedType>() : net.ptr();
   } else if constexpr (std::is_base_of_v<torch::nn::Module, Plain>) {
-    static_assert(!std::is_lvalue_reference_v<N>,
-                  "fully_shard takes a module holder, a shared_ptr, or a module value that it may keep: std::move(net)");
+    static_assert(
+        !std::is_lvalue_reference_v<N>,
+        "fully_shard takes a module holder, a shared_ptr, or a module value that it may keep: std::move(net)");
     return std::make_shared<Plain>(std::forward<N>(net));
   } else {
     return net;  // std::shared_ptr<M>
@@ -101,7 +102,8 @@ auto shared_module(N&& net) {
 
 /// Shards the parameters of a module made by meta_init, in place, over the mesh: each becomes a DTensor with Shard(0),
 /// chunked as torch.chunk does. `net` is a module holder, a shared_ptr, or a module value. Submodules may have been
-/// sharded before (bottom-up): they keep their units. No communication, no memory. Throws as ShardedModule::create does.
+/// sharded before (bottom-up): they keep their units. No communication, no memory. Throws as ShardedModule::create
+/// does.
 template <class N>
 auto fully_shard(N&& net, const FullyShardOptions& options = {}) {
   auto module = detail::shared_module(std::forward<N>(net));

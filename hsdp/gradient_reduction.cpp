@@ -1,11 +1,11 @@
 // The gradient half of Unit: full gradients -> reduce-scatter -> DTensors in `.grad`.
-#include <utility>
-
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
+
+#include <utility>
 
 #include "dtensor/dispatch.h"
 #include "dtensor/dtensor.h"
@@ -41,9 +41,9 @@ std::optional<Reduction> Unit::start_reduction(const std::vector<size_t>& indice
     if (!gradient.defined()) continue;
     const auto& parameter = parameters_[indices[k]];
     if (!gradient.sizes().equals(parameter.layout().sizes()) || gradient.layout() != at::kStrided) {
-      dtensor::raise<dtensor::NotSupportedError>(
-          "reduce_scatter", "parameter \"", parameter.name(), "\" received a ", gradient.layout(), " gradient of shape ",
-          gradient.sizes(), ", expected a dense one of shape ", parameter.layout().sizes());
+      dtensor::raise<dtensor::NotSupportedError>("reduce_scatter", "parameter \"", parameter.name(), "\" received a ",
+                                                 gradient.layout(), " gradient of shape ", gradient.sizes(),
+                                                 ", expected a dense one of shape ", parameter.layout().sizes());
     }
     if (gradient.requires_grad()) gradient = gradient.detach();
     reduction.indices.push_back(indices[k]);
@@ -79,6 +79,7 @@ void Unit::finish_reduction(Reduction reduction) {
 // Adds one reduced, averaged gradient to `.grad`, after the parameter's hooks have seen it.
 void Unit::land(size_t index, at::Tensor shard) {
   auto& parameter = parameters_[index];
+  if (!parameter.tensor().requires_grad()) return;  // Switched off since the forward: torch drops it as well.
   const auto& layout = parameter.layout();
   const auto& box = layout.local();
   auto local = shard.narrow(0, 0, c10::multiply_integers(box.sizes)).view(box.sizes);
@@ -88,14 +89,16 @@ void Unit::land(size_t index, at::Tensor shard) {
   auto& hooks = torch::autograd::impl::hooks(parameter.tensor());
   if (!hooks.empty()) {
     // Hooks are the user's code: they see DTensors, by the rules for sharded tensors.
-    c10::impl::ForceDispatchKeyGuard user(c10::impl::tls_local_dispatch_key_set().included_,
-                                          c10::impl::tls_local_dispatch_key_set().excluded_.remove(dtensor::kDTensorKey));
+    c10::impl::ForceDispatchKeyGuard user(
+        c10::impl::tls_local_dispatch_key_set().included_,
+        c10::impl::tls_local_dispatch_key_set().excluded_.remove(dtensor::kDTensorKey));
     dtensor::ShardedRulesGuard sharded;
     for (auto& hook : hooks) {
       gradient = (*hook)({gradient})[0];
       if (!dtensor::DTensor::is_dtensor(gradient) || !gradient.sizes().equals(layout.sizes())) {
-        dtensor::raise<dtensor::ValueError>("register_hook", "the hook of parameter \"", parameter.name(), "\" returned ",
-                                            dtensor::describe(gradient), ", expected a DTensor ", layout.to_string());
+        dtensor::raise<dtensor::ValueError>("register_hook", "the hook of parameter \"", parameter.name(),
+                                            "\" returned ", dtensor::describe(gradient), ", expected a DTensor ",
+                                            layout.to_string());
       }
     }
   }

@@ -16,10 +16,10 @@
 
 #include "dtensor/collective.h"
 #include "dtensor/error.h"
-#include "hsdp/backend.h"
-#include "hsdp/device.h"
-#include "hsdp/job_seed.h"
-#include "hsdp/launcher_env.h"
+#include "hsdp/launch/backend.h"
+#include "hsdp/launch/device.h"
+#include "hsdp/launch/job_seed.h"
+#include "hsdp/launch/launcher_env.h"
 
 namespace hsdp {
 

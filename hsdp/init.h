@@ -69,8 +69,9 @@ class Environment {
 };
 
 /// Joins the job that the launcher describes (see launcher_env.h), or runs alone; rank 0 says so in one line on stderr.
-/// A second call returns the same environment. Ranks that never called torch::manual_seed get one common seed. With several ranks, SIGPIPE is ignored unless the program handles it, so
-/// that a rank that died becomes an error here and not a silent death.
+/// A second call returns the same environment. Ranks that never called torch::manual_seed get one common seed. With
+/// several ranks, SIGPIPE is ignored unless the program handles it, so that a rank that died becomes an error here and
+/// not a silent death.
 ///
 /// Throws ValueError for an incomplete or wrong environment, a local rank without a device, or an unknown backend;
 /// NotSupportedError for a backend that this build lacks; StateError for a second call with other options;

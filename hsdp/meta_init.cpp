@@ -2,13 +2,45 @@
 
 #include <optional>
 
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <cstring>
+#include <mutex>
+
 #include "dtensor/dispatch.h"
-#include "hsdp/recorder.h"
+#include "hsdp/construction/recorder.h"
 
 namespace hsdp {
 namespace {
 
 thread_local bool constructing = false;
+
+// The last construction that drew numbers, while somebody may still replay it.
+std::mutex last_mutex;
+std::weak_ptr<Tape> last_tape;
+
+std::shared_ptr<Tape> construction_before(const at::Tensor& generator_state) {
+  std::lock_guard lock(last_mutex);
+  auto tape = last_tape.lock();
+  return tape && tape->exit_marker().equal(generator_state) ? tape : nullptr;
+}
+
+// The numbers of this construction are drawn later, if at all. Until then the generator stands at a state of its own,
+// derived from where it was: the next construction must not start from the same state and get the same weights.
+void mark_generator(const std::shared_ptr<Tape>& tape) {
+  const auto& entry = tape->generator_state();
+  uint64_t seed = 1469598103934665603ull;
+  const auto* bytes = static_cast<const uint8_t*>(entry.const_data_ptr());
+  for (size_t i = 0; i < entry.nbytes(); ++i) seed = (seed ^ bytes[i]) * 1099511628211ull;
+  auto generator = at::detail::getDefaultCPUGenerator();
+  {
+    std::lock_guard lock(generator.mutex());
+    generator.set_current_seed(seed);
+    tape->set_exit_marker(generator.get_state());
+  }
+  std::lock_guard lock(last_mutex);
+  last_tape = tape;
+}
 
 }  // namespace
 
@@ -30,7 +62,10 @@ void ConstructionScope::finish() {
   if (!state_) return;
   state_->scope.reset();
   state_->recorder.finish();
+  const auto tape = state_->recorder.tape();
+  tape->set_predecessor(construction_before(tape->generator_state()));
   state_.reset();
+  if (tape->draws()) mark_generator(tape);
 }
 
 }  // namespace hsdp

@@ -1,9 +1,9 @@
 #pragma once
 
+#include <torch/nn/module.h>
+
 #include <string>
 #include <vector>
-
-#include <torch/nn/module.h>
 
 namespace hsdp {
 
@@ -16,8 +16,8 @@ struct ParameterSlot {
   std::string path;
 };
 
-/// The parameter registry that torch::nn::Module keeps protected. Writing through it exchanges what is registered and leaves
-/// the module's own member alone.
+/// The parameter registry that torch::nn::Module keeps protected. Writing through it exchanges what is registered and
+/// leaves the module's own member alone.
 struct ModuleAccess : torch::nn::Module {
   static torch::OrderedDict<std::string, at::Tensor>& parameters(torch::nn::Module& module) {
     const auto member = &ModuleAccess::parameters_;

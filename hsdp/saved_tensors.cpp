@@ -1,11 +1,5 @@
 #include "hsdp/saved_tensors.h"
 
-#include <atomic>
-#include <memory>
-#include <optional>
-#include <utility>
-#include <vector>
-
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -13,8 +7,17 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
+#include <algorithm>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
 #include "dtensor/dispatch.h"
 #include "dtensor/error.h"
+#include "hsdp/scheduler.h"
 #include "hsdp/unit.h"
 
 namespace hsdp {
@@ -24,7 +27,9 @@ using torch::autograd::Engine;
 using torch::autograd::SavedVariableHooks;
 
 thread_local int64_t scopes = 0;
-std::atomic<uint64_t> failures{0};
+// Ids of the last backward passes that threw; an id is never used twice.
+std::mutex failed_mutex;
+std::deque<int64_t> failed_tasks;
 
 class SavedTensor : public SavedVariableHooks {
  public:
@@ -52,25 +57,29 @@ class SavedTensor : public SavedVariableHooks {
   at::Tensor call_unpack_hook() override {
     if (!hold_) {
       if (has_version_ && plain_._version() != version_) {
-        dtensor::raise<dtensor::StateError>("backward", "a tensor of shape ", plain_.sizes(),
-                                            " needed for gradient computation was modified by an inplace operation: it is "
-                                            "at version ", plain_._version(), ", expected ", version_);
+        dtensor::raise<dtensor::StateError>(
+            "backward", "a tensor of shape ", plain_.sizes(),
+            " needed for gradient computation was modified by an inplace operation: it is "
+            "at version ",
+            plain_._version(), ", expected ", version_);
       }
       return plain_;
     }
     auto& unit = hold_->unit();
     unit.gather();
     if (unit.generation(index_) != generation_) {
-      dtensor::raise<dtensor::StateError>("backward", "parameter \"", unit.parameters()[index_].name(),
-                                          "\" needed for gradient computation was modified by an inplace operation since "
-                                          "the forward, expected unchanged weights; run backward before optimizer.step()");
+      dtensor::raise<dtensor::StateError>(
+          "backward", "parameter \"", unit.parameters()[index_].name(),
+          "\" needed for gradient computation was modified by an inplace operation since "
+          "the forward, expected unchanged weights; run backward before optimizer.step()");
     }
     c10::impl::ExcludeDispatchKeyGuard below(dtensor::kDTensorKey);
     c10::InferenceMode normal(false);
     at::NoGradGuard no_grad;
     // An alias with a version counter of its own: writing gathered bytes must not look like a change of a saved tensor.
     auto whole = dtensor::raw_alias(unit.whole(index_));
-    return geometry_ ? dtensor::raw_alias(whole.as_strided(geometry_->sizes, geometry_->strides, geometry_->offset)) : whole;
+    return geometry_ ? dtensor::raw_alias(whole.as_strided(geometry_->sizes, geometry_->strides, geometry_->offset))
+                     : whole;
   }
 
  private:
@@ -83,7 +92,9 @@ class SavedTensor : public SavedVariableHooks {
     index_ = index;
     geometry_ = std::move(geometry);
     generation_ = unit->generation(index);
-    hold_.emplace(std::move(unit));
+    auto scheduler = unit->scheduler();
+    const auto token = scheduler ? scheduler->scope_token() : 0;
+    hold_.emplace(std::move(unit), token);
   }
 
   at::Tensor plain_;
@@ -106,7 +117,11 @@ class PackingEngine : public Engine {
 
   void thread_on_exception(const std::shared_ptr<torch::autograd::GraphTask>& task,
                            const std::shared_ptr<torch::autograd::Node>& node, std::exception& error) override {
-    failures.fetch_add(1, std::memory_order_relaxed);
+    {
+      std::lock_guard lock(failed_mutex);
+      failed_tasks.push_back(static_cast<int64_t>(task->id_));
+      if (failed_tasks.size() > 64) failed_tasks.pop_front();
+    }
     Engine::thread_on_exception(task, node, error);
   }
 };
@@ -130,6 +145,9 @@ void install_saved_tensor_engine() { torch::autograd::set_default_engine_stub(&p
 SavedTensorScope::SavedTensorScope() { ++scopes; }
 SavedTensorScope::~SavedTensorScope() { --scopes; }
 
-uint64_t failed_backwards() { return failures.load(std::memory_order_relaxed); }
+bool backward_failed(int64_t graph_task) {
+  std::lock_guard lock(failed_mutex);
+  return std::find(failed_tasks.begin(), failed_tasks.end(), graph_task) != failed_tasks.end();
+}
 
 }  // namespace hsdp

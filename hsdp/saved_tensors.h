@@ -18,7 +18,7 @@ class SavedTensorScope {
   SavedTensorScope& operator=(const SavedTensorScope&) = delete;
 };
 
-/// Number of backward passes that ended with an exception, in this process.
-uint64_t failed_backwards();
+/// Whether this backward pass (autograd's graph task id) threw. Remembers the last ones; thread-safe.
+bool backward_failed(int64_t graph_task);
 
 }  // namespace hsdp

@@ -1,10 +1,11 @@
 #include "hsdp/scheduler.h"
 
-#include <algorithm>
-
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <atomic>
 
 #include "dtensor/error.h"
 #include "hsdp/saved_tensors.h"
@@ -33,6 +34,12 @@ void keep_wanted(const Unit& unit, const std::vector<size_t>& indices, std::vect
 
 }  // namespace
 
+Scheduler::Scheduler(const torch::nn::Module* root) : root_(root) {
+  // Modules are made in the same order on all ranks, so that equal modules differ by their number.
+  static std::atomic<uint64_t> made{0};
+  history_ = made.fetch_add(1) * 0x9e3779b97f4a7c15ull + 1;
+}
+
 void Scheduler::set_units(std::vector<std::shared_ptr<Unit>> units) {
   units_ = std::move(units);
   for (auto& unit : units_) unit->set_scheduler(weak_from_this());
@@ -43,20 +50,22 @@ void Scheduler::set_units(std::vector<std::shared_ptr<Unit>> units) {
 void Scheduler::enter_scope() {
   std::lock_guard lock(mutex_);
   if (depth_ > 0 && owner_thread_ != std::this_thread::get_id()) {
-    dtensor::raise<dtensor::StateError>("forward", "another thread is inside a forward of this sharded module, expected "
+    dtensor::raise<dtensor::StateError>("forward",
+                                        "another thread is inside a forward of this sharded module, expected "
                                         "one thread at a time; give each thread its own module or take turns");
   }
   if (depth_++ > 0) return;
   owner_thread_ = std::this_thread::get_id();
   ++scope_id_;
   order_.clear();
+  prefetch_forward_ = true;
   current_ = nullptr;
   if (in_backward()) return;
+  // Forwards with grad mode on and no backward must not let the plan grow for ever.
+  if (backward_plan_.size() > 8 * units_.size() + 64) backward_plan_.clear();
   if (backward_task_ != -1) reset_iteration_state();  // A backward that threw never reached its end.
   for (auto& unit : units_) {
     unit->claim_accumulators();
-    // Values may have changed behind an alias that left the library; what backward still needs is checked there.
-    if (unit->has_local_escaped() && unit->holds() == 0) unit->reshard();
   }
 }
 
@@ -127,16 +136,24 @@ void Scheduler::ensure_gathered(Unit& unit) {
 
 void Scheduler::read_in_forward(Unit& unit) {
   for (auto& other : units_) {
-    const bool done = other->is_gathered() && other->is_read() && other->reshard_after_forward();
-    if (done && !other->has_pins() && !other->is_relative_of(unit)) other->reshard();
+    if (other.get() == &unit || other->has_pins()) continue;
+    if (!other->is_read()) {
+      if (!other->is_gathered() && !other->is_gathering()) continue;
+      // The one that was started ahead is not the one that is read: this forward goes another way than the last.
+      other->reshard();
+      prefetch_forward_ = false;
+    } else if (other->is_gathered() && other->reshard_after_forward() && !other->is_raw_accessed() &&
+               !other->is_relative_of(unit)) {
+      other->reshard();
+    }
   }
   ensure_gathered(unit);
   if (unit.is_read()) return;
   unit.mark_read();
   order_.push_back(&unit);
-  if (c10::GradMode::is_enabled()) backward_plan_.push_back(&unit);
+  if (c10::GradMode::is_enabled()) backward_plan_.push_back({&unit, scope_token()});
   const auto next = order_.size();
-  if (former_order_.size() > next && former_order_[next - 1] == &unit) prefetch(former_order_[next]);
+  if (prefetch_forward_ && former_order_.size() > next && former_order_[next - 1] == &unit) prefetch(former_order_[next]);
 }
 
 void Scheduler::read_in_backward(Unit& unit) {
@@ -144,13 +161,16 @@ void Scheduler::read_in_backward(Unit& unit) {
   ensure_gathered(unit);
   unit.mark_read();
   if (!fresh) return;
-  auto found = std::find(backward_plan_.rbegin(), backward_plan_.rend(), &unit);
+  auto found = std::find_if(backward_plan_.rbegin(), backward_plan_.rend(),
+                            [&](const Planned& planned) { return planned.unit == &unit; });
   if (found == backward_plan_.rend()) return;
   auto former = found + 1;
-  Unit* next = former == backward_plan_.rend() ? nullptr : *former;
+  const auto scope = found->scope_token;
+  const auto next = former == backward_plan_.rend() ? Planned{nullptr, 0} : *former;
   // This unit's later entries are done; another forward's may still come.
   backward_plan_.erase(former.base(), backward_plan_.end());
-  if (next != nullptr && next->holds() > 0) prefetch(next);
+  // Not across scopes: whether another scope's graph is still alive may differ between ranks.
+  if (next.unit != nullptr && next.scope_token == scope && next.unit->holds(scope) > 0) prefetch(next.unit);
 }
 
 void Scheduler::prefetch(Unit* unit) {
@@ -167,7 +187,8 @@ void Scheduler::start_gather(Unit& unit) {
     now.bytes += one->unsharded_bytes();
     const bool is_ancestor = std::any_of(units_.begin(), units_.end(), [&](const auto& other) {
       const auto& above = other->ancestors();
-      return (other->is_gathered() || other->is_gathering()) && std::find(above.begin(), above.end(), one.get()) != above.end();
+      return (other->is_gathered() || other->is_gathering()) &&
+             std::find(above.begin(), above.end(), one.get()) != above.end();
     });
     if (!is_ancestor) ++now.units_without_ancestors;
   }
@@ -179,10 +200,9 @@ void Scheduler::start_gather(Unit& unit) {
 // ---- backward ----
 
 void Scheduler::join_backward() {
-  if (backward_task_ != -1 && backward_failures_ == failed_backwards()) return;
+  if (backward_task_ != -1 && !backward_failed(backward_task_)) return;
   if (backward_task_ != -1) reset_iteration_state();
   backward_task_ = torch::autograd::get_current_graph_task_id();
-  backward_failures_ = failed_backwards();
   torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] { self->end_backward(); });
 }
 
@@ -193,42 +213,58 @@ void Scheduler::end_backward() {
     std::vector<size_t> indices;
     std::vector<at::Tensor> gradients;
     unit->merge_direct_gradients(indices, gradients);
-    finish_reductions(1);
-    if (auto reduction = unit->start_reduction(indices, std::move(gradients))) {
-      reductions_.emplace_back(unit.get(), std::move(*reduction));
-    }
+    start_reduction(*unit, indices, std::move(gradients));
   }
   finish_reductions(0);
   backward_task_ = -1;
-  if (depth_ > 0) return;
   current_ = nullptr;
-  bool held = false;
-  for (auto& unit : units_) {
-    unit->disconnect();
-    held |= unit->holds() > 0;
+  backward_plan_.clear();
+  // `model->forward(x).sum().backward()` ends here with its forward scope still open.
+  if (depth_ == 0) {
+    for (auto& unit : units_) unit->disconnect();
   }
-  if (!held) backward_plan_.clear();
   free_unneeded(/*keep_kept=*/false);
 }
 
 void Scheduler::last_hold_released(Unit& unit) {
   std::lock_guard lock(mutex_);
-  if (!in_backward() || depth_ > 0 || unit.holds() > 0 || unit.has_pins() || !unit.is_gathered()) return;
+  if (!in_backward() || unit.has_pins() || unit.is_raw_accessed() || !unit.is_gathered()) return;
   unit.reshard();
 }
 
-void Scheduler::reduce(Unit& unit, std::vector<size_t> indices, std::vector<at::Tensor> gradients) {
+void Scheduler::reduce(Unit& unit, int64_t scope_token, std::vector<size_t> indices, std::vector<at::Tensor> gradients) {
   std::lock_guard lock(mutex_);
   join_backward();
   keep_wanted(unit, indices, gradients);
   unit.merge_direct_gradients(indices, gradients);
   // With a retained graph the saved tensors stay; the unit has its gradients and will hardly be read again.
-  const bool done = unit.holds() == 0 || torch::autograd::get_current_graph_task_keep_graph();
-  if (done && depth_ == 0 && !unit.has_pins()) unit.reshard();
+  const bool done = unit.holds(scope_token) == 0 || torch::autograd::get_current_graph_task_keep_graph();
+  if (done && !unit.has_pins() && !unit.is_raw_accessed()) unit.reshard();
+  start_reduction(unit, indices, std::move(gradients));
+}
+
+void Scheduler::start_reduction(Unit& unit, const std::vector<size_t>& indices, std::vector<at::Tensor> gradients) {
   finish_reductions(0);
-  if (auto reduction = unit.start_reduction(indices, std::move(gradients))) {
-    reductions_.emplace_back(&unit, std::move(*reduction));
-  }
+  auto reduction = unit.start_reduction(indices, std::move(gradients));
+  if (!reduction) return;
+  note_collective(2, unit, reduction->indices);
+  reductions_.emplace_back(&unit, std::move(*reduction));
+}
+
+// Two ranks whose collectives differ in unit, parameters or order differ in this hash from then on.
+void Scheduler::note_collective(int64_t kind, const Unit& unit, const std::vector<size_t>& indices) {
+  const auto mix = [this](uint64_t value) { history_ = (history_ ^ value) * 1099511628211ull + (history_ >> 29); };
+  const auto place = std::find_if(units_.begin(), units_.end(), [&](const auto& one) { return one.get() == &unit; });
+  mix(static_cast<uint64_t>(kind));
+  mix(static_cast<uint64_t>(place - units_.begin()));
+  for (auto index : indices) mix(index + 1);
+  ++collectives_;
+}
+
+std::array<int64_t, 3> Scheduler::next_signature(const Unit& unit) {
+  note_collective(1, unit, {});
+  const auto place = std::find_if(units_.begin(), units_.end(), [&](const auto& one) { return one.get() == &unit; });
+  return {static_cast<int64_t>(history_), place - units_.begin(), collectives_};
 }
 
 void Scheduler::reduce_direct(Unit& unit, size_t index, const at::Tensor& gradient) {

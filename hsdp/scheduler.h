@@ -1,5 +1,8 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -8,8 +11,6 @@
 #include <thread>
 #include <utility>
 #include <vector>
-
-#include <ATen/core/Tensor.h>
 
 #include "hsdp/unit.h"
 
@@ -27,16 +28,20 @@ struct GatheredPeaks {
 /// Decides when the units of one sharded module gather, free and reduce.
 ///
 /// Forward: the first read of a unit ends the forward of all units that are neither its ancestors nor its descendants,
-/// gathers it, and starts the next one in the order of the last forward. Backward: what is unpacked is gathered, and the
-/// unit before it in this iteration's forward is started; a unit is freed when no saved tensor needs it; its gradients
-/// are reduced when autograd has them all, at most one reduction in flight beside the one being started. At the end of the
-/// outermost backward everything in flight is finished and freed.
+/// gathers it, and starts the next one in the order of the last forward. Backward: what is unpacked is gathered, and
+/// the unit before it in this iteration's forward is started; a unit is freed when no saved tensor needs it; its
+/// gradients are reduced when autograd has them all, at most one reduction in flight beside the one being started. At
+/// the end of the outermost backward everything in flight is finished and freed.
 ///
 /// Threads: one thread owns a forward scope at a time; calls from autograd threads are serialised by a lock. All ranks
 /// must read units in the same order.
 class Scheduler : public std::enable_shared_from_this<Scheduler> {
  public:
+  /// `root` is the module that the units belong to.
+  explicit Scheduler(const torch::nn::Module* root);
+
   void set_units(std::vector<std::shared_ptr<Unit>> units);
+  const torch::nn::Module* root() const { return root_; }
   const std::vector<std::shared_ptr<Unit>>& units() const { return units_; }
   /// Called at the first read of every scope until it returns true: throws StateError while tensors have no values.
   void set_values_check(std::function<bool()> check) { values_check_ = std::move(check); }
@@ -56,8 +61,12 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void read(Unit& unit);
   void last_hold_released(Unit& unit);
   /// Autograd has the full gradients of a unit.
-  void reduce(Unit& unit, std::vector<size_t> indices, std::vector<at::Tensor> gradients);
+  void reduce(Unit& unit, int64_t scope_token, std::vector<size_t> indices, std::vector<at::Tensor> gradients);
   void reduce_direct(Unit& unit, size_t index, const at::Tensor& gradient);
+
+  /// What this rank is about to gather, for comparison with the others: a hash over all gathers and reductions so far,
+  /// the unit's place in units(), and the number of collectives.
+  std::array<int64_t, 3> next_signature(const Unit& unit);
 
   const GatheredPeaks& peaks() const { return peaks_; }
   void reset_peaks() { peaks_ = GatheredPeaks(); }
@@ -72,11 +81,16 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void ensure_gathered(Unit& unit);
   void prefetch(Unit* unit);
   void start_gather(Unit& unit);
+  void note_collective(int64_t kind, const Unit& unit, const std::vector<size_t>& indices);
+  void start_reduction(Unit& unit, const std::vector<size_t>& indices, std::vector<at::Tensor> gradients);
   void join_backward();
   void end_backward();
   void finish_reductions(size_t leave);
   void free_unneeded(bool keep_kept);
 
+  const torch::nn::Module* root_;
+  uint64_t history_;  // hash over this module's collectives
+  int64_t collectives_ = 0;
   std::vector<std::shared_ptr<Unit>> units_;
   std::function<bool()> values_check_;
   bool values_checked_ = false;
@@ -90,11 +104,15 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   int64_t scope_id_ = 0;
   Unit* current_ = nullptr;
   std::vector<Unit*> order_, former_order_;  // gathers of this scope and of the last one
-  std::vector<Unit*> backward_plan_;         // gathers with grad mode on, since the last backward
+  bool prefetch_forward_ = true;
+  struct Planned {
+    Unit* unit;
+    int64_t scope_token;
+  };
+  std::vector<Planned> backward_plan_;  // gathers with grad mode on, since the last backward
 
   // backward
   int64_t backward_task_ = -1;
-  uint64_t backward_failures_ = 0;
   std::deque<std::pair<Unit*, Reduction>> reductions_;
 };
 

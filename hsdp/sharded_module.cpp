@@ -1,5 +1,9 @@
 #include "hsdp/sharded_module.h"
 
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
 #include <algorithm>
 #include <map>
 #include <set>
@@ -7,15 +11,11 @@
 #include <unordered_set>
 #include <utility>
 
-#include <ATen/ATen.h>
-#include <c10/core/InferenceMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-
 #include "dtensor/dtensor.h"
 #include "dtensor/error.h"
+#include "hsdp/construction/replay.h"
 #include "hsdp/init.h"
 #include "hsdp/module_access.h"
-#include "hsdp/replay.h"
 #include "hsdp/transport.h"
 
 namespace hsdp {
@@ -36,15 +36,16 @@ class LooseOwner : public dtensor::ParameterOwner {
     auto module = module_.lock();
     return module && module->scheduler()->readable();
   }
-  at::Tensor unsharded(size_t) override {
+  at::Tensor unsharded(size_t, bool) override {
     if (auto module = module_.lock()) module->scheduler()->check_values();
     return {};
   }
+  at::Tensor unsharded_for_raw_access(size_t index) override { return unsharded(index, false); }
   void gather() override {}
   void pin() override {}
   void unpin() override {}
   void written(size_t) override {}
-  void local_escaped() override {}
+  void shard_written(size_t) override {}
 
  private:
   std::weak_ptr<ShardedModule> module_;
@@ -93,8 +94,10 @@ struct ShardedModule::Collected {
     visit(root, "", 0, selector, used, types, paths);
     for (size_t i = 0; i < used.size(); ++i) {
       if (used[i]) continue;
-      raise<ValueError>(kWhere, "selector ", selector.rules()[i].description, " matches none of the submodules, expected at "
-                        "least one; the types here are ", types.empty() ? "none" : list(types, 12), ", the names ",
+      raise<ValueError>(kWhere, "selector ", selector.rules()[i].description,
+                        " matches none of the submodules, expected at "
+                        "least one; the types here are ",
+                        types.empty() ? "none" : list(types, 12), ", the names ",
                         paths.empty() ? "none" : list(paths, 12));
     }
   }
@@ -154,7 +157,8 @@ std::shared_ptr<ShardedModule> ShardedModule::create(std::shared_ptr<torch::nn::
   if (!module) raise<ValueError>(kWhere, "the module is null, expected one made in meta_init");
   auto mesh = options.mesh ? options.mesh : (is_initialized() ? current_environment() : init()).mesh();
   if (mesh->ndim() != 1) {
-    raise<dtensor::NotSupportedError>(kWhere, mesh->to_string(), " has ", mesh->ndim(), " axes, expected one to shard over; "
+    raise<dtensor::NotSupportedError>(kWhere, mesh->to_string(), " has ", mesh->ndim(),
+                                      " axes, expected one to shard over; "
                                       "pass a mesh of one axis");
   }
   Collected found(*module, options.units);
@@ -166,13 +170,20 @@ std::shared_ptr<ShardedModule> ShardedModule::create(std::shared_ptr<torch::nn::
   std::vector<std::shared_ptr<Unit>> fresh;
   const auto loose_owner = std::make_shared<LooseOwner>(sharded);
   for (auto& unit : found.nested) {
-    if (unit->module() == module.get()) {
+    auto scheduler = unit->scheduler();
+    if (unit->module() == module.get() || (scheduler && scheduler->root() == module.get())) {
       raise<StateError>(kWhere, "module ", module->name(), " is sharded already, expected one call a module");
+    }
+    for (auto& other : scheduler ? scheduler->units() : std::vector<std::shared_ptr<Unit>>()) {
+      if (std::find(found.nested.begin(), found.nested.end(), other) != found.nested.end()) continue;
+      raise<StateError>(kWhere, "unit \"", unit->name(), "\" belongs to another sharded module, which also has unit \"",
+                        other->name(), "\", expected parts that this module contains; a submodule can be shared by "
+                        "sharding one module that contains both");
     }
     for (auto& parameter : unit->parameters()) sharded->add_tape(parameter.tape());
     if (unit->parameters().front().layout().mesh() != mesh) {
-      raise<ValueError>(kWhere, "unit \"", unit->name(), "\" was sharded over another mesh, expected ", mesh->to_string(),
-                        " for the whole module");
+      raise<ValueError>(kWhere, "unit \"", unit->name(), "\" was sharded over another mesh, expected ",
+                        mesh->to_string(), " for the whole module");
     }
   }
   for (auto& group : found.groups) {
@@ -187,8 +198,13 @@ std::shared_ptr<ShardedModule> ShardedModule::create(std::shared_ptr<torch::nn::
             kWhere, "parameter \"", path, "\" is ", dtensor::describe(parameter.tensor),
             ", expected one made by meta_init; build the module as hsdp::meta_init([&] { return Net(...); })");
       }
+      if (at::isComplexType(parameter.tensor.scalar_type())) {
+        raise<dtensor::NotSupportedError>(kWhere, "parameter \"", path, "\" is complex (", parameter.tensor.scalar_type(),
+                                          "), expected a real dtype; register its real view");
+      }
       if (parameter.tensor.dim() == 0) {
-        raise<dtensor::NotSupportedError>(kWhere, "parameter \"", path, "\" is a scalar, expected at least one dim to shard; "
+        raise<dtensor::NotSupportedError>(kWhere, "parameter \"", path,
+                                          "\" is a scalar, expected at least one dim to shard; "
                                           "give it the shape {1}");
       }
       if (!parameter.tensor.is_contiguous()) {
@@ -276,7 +292,7 @@ std::shared_ptr<ShardedModule> ShardedModule::create(std::shared_ptr<torch::nn::
     }
     unit->set_ancestors(std::move(ancestors));
   }
-  sharded->own_scheduler_ = std::make_shared<Scheduler>();
+  sharded->own_scheduler_ = std::make_shared<Scheduler>(module.get());
   sharded->own_scheduler_->set_values_check([weak = std::weak_ptr<ShardedModule>(sharded)] {
     auto locked = weak.lock();
     return locked == nullptr || locked->check_values();
@@ -293,7 +309,8 @@ void ShardedModule::add_tape(const std::shared_ptr<Tape>& tape) {
 std::shared_ptr<Scheduler> ShardedModule::scheduler() const {
   auto scheduler = units_.front()->scheduler();
   if (!scheduler) {
-    raise<StateError>("forward", "the fully_shard result that wrapped this module in a larger one is gone, expected it to "
+    raise<StateError>("forward",
+                      "the fully_shard result that wrapped this module in a larger one is gone, expected it to "
                       "live as long as its parts are used");
   }
   return scheduler;
@@ -383,7 +400,8 @@ void ShardedModule::replay_init() {
   for (auto& unit : units_) {
     for (auto& parameter : unit->parameters()) {
       if (parameter.is_materialized()) continue;
-      raise<StateError>("replay_init", "parameter \"", parameter.name(), "\" is on meta, expected memory; call "
+      raise<StateError>("replay_init", "parameter \"", parameter.name(),
+                        "\" is on meta, expected memory; call "
                         "to_empty(device) first, or materialize(device) for both");
     }
   }
@@ -391,7 +409,8 @@ void ShardedModule::replay_init() {
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   if (mesh_->size() > 1 && mesh_->has_groups()) {
-    const auto device = at::TensorOptions(units_.front()->parameters().front().impl().local().device()).dtype(at::kLong);
+    const auto device =
+        at::TensorOptions(units_.front()->parameters().front().impl().local().device()).dtype(at::kLong);
     std::vector<int64_t> hashes;
     for (auto& tape : tapes_) hashes.push_back(hash_bytes(tape->generator_state()));
     const auto mine = at::tensor(hashes).to(device.device());
@@ -400,7 +419,8 @@ void ShardedModule::replay_init() {
     const auto table = all.view({mesh_->size(), mine.numel()}).cpu();
     for (int64_t rank = 1; rank < mesh_->size(); ++rank) {
       if (table[rank].equal(table[0])) continue;
-      raise<ValueError>("replay_init", "rank ", rank, " had another generator state than rank 0 when meta_init ran, expected "
+      raise<ValueError>("replay_init", "rank ", rank,
+                        " had another generator state than rank 0 when meta_init ran, expected "
                         "the same on all ranks; call torch::manual_seed(seed) with one seed before meta_init");
     }
   }
@@ -460,14 +480,24 @@ std::vector<std::string> ShardedModule::tensors_without_values() const {
 }
 
 bool ShardedModule::check_values() const {
+  std::unordered_set<const c10::TensorImpl*> managed;
+  for (auto& unit : units_) {
+    for (auto& parameter : unit->parameters()) managed.insert(&parameter.impl());
+  }
+  for (auto& parameter : module_->named_parameters()) {
+    if (managed.count(parameter.value().unsafeGetTensorImpl()) != 0) continue;
+    raise<StateError>("forward", "parameter \"", parameter.key(), "\" was registered after fully_shard, expected all of them "
+                      "before it; register it in the module's constructor");
+  }
   const auto names = tensors_without_values();
   if (names.empty()) return true;
   std::string text;
   for (size_t i = 0; i < names.size() && i < 20; ++i) text += (i ? ", " : "") + names[i];
   if (names.size() > 20) text += ", and " + std::to_string(names.size() - 20) + " more";
-  raise<StateError>("forward", names.size(), " tensors have no values: ", text,
-                    "; expected all to be set before the first forward: call materialize(device), or to_empty(device) and "
-                    "replay_init()");
+  raise<StateError>(
+      "forward", names.size(), " tensors have no values: ", text,
+      "; expected all to be set before the first forward: call materialize(device), or to_empty(device) and "
+      "replay_init()");
 }
 
 }  // namespace hsdp

@@ -1,15 +1,15 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include <ATen/core/Tensor.h>
-
 #include "dtensor/device_mesh.h"
+#include "hsdp/construction/tape.h"
 #include "hsdp/scheduler.h"
-#include "hsdp/tape.h"
 #include "hsdp/unit.h"
 #include "hsdp/unit_selector.h"
 
@@ -22,21 +22,22 @@ struct FullyShardOptions {
   std::shared_ptr<const dtensor::DeviceMesh> mesh = nullptr;
   /// Submodules that gather together. What matches inside a match is a unit of its own; the root unit holds the rest.
   UnitSelector units = {};
-  /// Free a unit's parameters when its forward ends and gather them again in backward. Unset: true for all units but the
-  /// root, as in FSDP2.
+  /// Free a unit's parameters when its forward ends and gather them again in backward. Unset: true for all units but
+  /// the root, as in FSDP2.
   std::optional<bool> reshard_after_forward = std::nullopt;
 };
 
 /// The type-erased core of a fully sharded module: its units, its deferred tensors, and their way from meta to values.
 ///
-/// Ownership: keeps the module alive; handles (FullySharded<M>), forward scopes and autograd share it. Threads: one at a
-/// time. Functions marked collective must be called by all ranks of the mesh in the same order.
+/// Ownership: keeps the module alive; handles (FullySharded<M>), forward scopes and autograd share it. Threads: one at
+/// a time. Functions marked collective must be called by all ranks of the mesh in the same order.
 class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
  public:
-  /// Validates, then turns every parameter of `module` into a sharded DTensor on meta, in place. Nothing changes when it
-  /// throws: NotSupportedError for parameters built outside meta_init, scalars, or strides that are not contiguous;
+  /// Validates, then turns every parameter of `module` into a sharded DTensor on meta, in place. Nothing changes when
+  /// it throws: NotSupportedError for parameters built outside meta_init, scalars, or strides that are not contiguous;
   /// ValueError for a mesh of more than one axis, a selector that matches nothing, or a module without parameters.
-  static std::shared_ptr<ShardedModule> create(std::shared_ptr<torch::nn::Module> module, const FullyShardOptions& options);
+  static std::shared_ptr<ShardedModule> create(std::shared_ptr<torch::nn::Module> module,
+                                               const FullyShardOptions& options);
 
   torch::nn::Module& module() const { return *module_; }
   const std::vector<std::shared_ptr<Unit>>& units() const { return units_; }
@@ -53,7 +54,8 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   /// have their former memory. For tests and for callers that fill the tensors before the reset.
   void replace_by_empty(at::Device device);
   /// Adopts what is registered now into the parameters' identities and repairs bodies; returns how many needed it. A
-  /// second call changes nothing. All or nothing: throws ValueError (see ShardedParameter::plan_reset) before any change.
+  /// second call changes nothing. All or nothing: throws ValueError (see ShardedParameter::plan_reset) before any
+  /// change.
   int64_t reset_sharded_param();
   /// Gives all tensors the values of plain construction with the same seed, bit for bit, at any number of ranks.
   /// Collective. Throws StateError before to_empty, ValueError when the ranks' generators differed at construction.

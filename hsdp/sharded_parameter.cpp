@@ -1,10 +1,10 @@
 #include "hsdp/sharded_parameter.h"
 
-#include <utility>
-
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <utility>
 
 #include "dtensor/dtensor.h"
 #include "dtensor/error.h"
@@ -25,7 +25,8 @@ at::Tensor registered_tensor(const std::vector<ParameterSlot>& slots) {
   for (auto& slot : slots) {
     auto* entry = ModuleAccess::parameters(*slot.module).find(slot.name);
     if (entry == nullptr || !entry->defined()) {
-      raise<StateError>(kReset, "parameter \"", slot.path, "\" is no longer registered, expected a tensor; modules must "
+      raise<StateError>(kReset, "parameter \"", slot.path,
+                        "\" is no longer registered, expected a tensor; modules must "
                         "keep their parameters after fully_shard");
     }
     if (!registered.defined()) {

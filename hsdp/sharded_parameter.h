@@ -1,15 +1,15 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <memory>
 #include <string>
 #include <vector>
 
-#include <ATen/core/Tensor.h>
-
 #include "dtensor/dtensor_impl.h"
 #include "dtensor/layout.h"
+#include "hsdp/construction/tape.h"
 #include "hsdp/module_access.h"
-#include "hsdp/tape.h"
 
 namespace hsdp {
 
@@ -21,7 +21,8 @@ namespace hsdp {
 class ShardedParameter {
  public:
   /// `identity` is a deferred tensor; all slots register it. Remembers what it is on its tape, for replay.
-  ShardedParameter(at::Tensor identity, std::vector<ParameterSlot> slots, std::shared_ptr<const dtensor::Layout> layout);
+  ShardedParameter(at::Tensor identity, std::vector<ParameterSlot> slots,
+                   std::shared_ptr<const dtensor::Layout> layout);
 
   const at::Tensor& tensor() const { return tensor_; }
   dtensor::DTensorImpl& impl() const { return *impl_; }
@@ -38,8 +39,8 @@ class ShardedParameter {
   /// Turns the deferred identity into a Parameter-marked DTensor whose shard is still on meta. Metadata only.
   void shard_on_meta();
 
-  /// Puts a plain empty tensor of this rank's shape on `device` where the parameter is registered; the identity keeps its
-  /// former memory until the next reset (the transient state of deferred initialisation).
+  /// Puts a plain empty tensor of this rank's shape on `device` where the parameter is registered; the identity keeps
+  /// its former memory until the next reset (the transient state of deferred initialisation).
   void replace_by_empty(at::Device device);
 
   /// What a reset would install. `needed` is false where everything is healthy.
@@ -52,7 +53,8 @@ class ShardedParameter {
   /// to do), validates it and builds the padded local. Changes nothing. Throws ValueError for a wrong shape, dtype,
   /// device or layout, for tied slots that disagree, and for a tensor that somebody else holds as well.
   Reset plan_reset() const;
-  /// Installs the local, repairs the body from a donor alias, refreshes the identity and registers it again in all slots.
+  /// Installs the local, repairs the body from a donor alias, refreshes the identity and registers it again in all
+  /// slots.
   void commit_reset(Reset reset);
 
   /// True when the local that was last installed by a reset is still there.

@@ -1,12 +1,12 @@
 #include "hsdp/unit.h"
 
-#include <algorithm>
-#include <utility>
-
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <utility>
 
 #include "dtensor/dispatch.h"
 #include "dtensor/dtensor.h"
@@ -48,7 +48,8 @@ void Unit::claim_accumulators() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& tensor = parameters_[i].tensor();
     auto& own = accumulators_[i];
-    if (own && (own->input_metadata(0).dtype() != tensor.dtype() || own->input_metadata(0).device() != tensor.device())) {
+    if (own &&
+        (own->input_metadata(0).dtype() != tensor.dtype() || own->input_metadata(0).device() != tensor.device())) {
       own.reset();
     }
     if (!own) own = std::make_shared<ParameterAccumulator>(weak_from_this(), i, tensor);
@@ -72,7 +73,8 @@ int64_t Unit::shard_size() const { return parameters_.front().layout().mesh()->s
 bool Unit::is_stale() const {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (unsharded_[i].epoch != parameters_[i].impl().local_epoch() ||
-        unsharded_[i].version != version_of(parameters_[i].tensor())) {
+        unsharded_[i].version != version_of(parameters_[i].tensor()) ||
+        unsharded_[i].gathered_writes != unsharded_[i].alias_writes) {
       return true;
     }
   }
@@ -87,8 +89,19 @@ void Unit::prepare_shards() {
 }
 
 void Unit::forget_unsharded(Unsharded& unsharded) {
-  if (unsharded.flat.defined()) dtensor::forget_unsharded_storage(unsharded.flat.storage().unsafeGetStorageImpl());
+  if (unsharded.flat.defined()) {
+    auto* storage = unsharded.flat.storage().unsafeGetStorageImpl();
+    dtensor::forget_unsharded_storage(storage);
+    if (shard_size() > 1) {
+      // Views may outlive the unit; reading one must say so.
+      storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
+          "[raw access] a view of unit \"" + name_ + "\" is read after its sharded module is gone, expected it alive; "
+          "copy what is needed longer with clone()");
+    }
+  }
+  const auto writes = unsharded.alias_writes;
   unsharded = Unsharded();
+  unsharded.alias_writes = writes;
 }
 
 // Makes the tensors of one parameter. They stay for good, unless dtype or device of the shard change; at one rank they
@@ -99,7 +112,8 @@ void Unit::prepare_unsharded(size_t index) {
   const auto shard = parameter.padded_shard();
   const bool alone = shard_size() == 1;
   if (unsharded.flat.defined()) {
-    const bool fits = unsharded.flat.scalar_type() == shard.scalar_type() && unsharded.flat.device() == shard.device() &&
+    const bool fits = unsharded.flat.scalar_type() == shard.scalar_type() &&
+                      unsharded.flat.device() == shard.device() &&
                       (!alone || unsharded.flat.storage().is_alias_of(shard.storage()));
     if (fits) return;
     forget_unsharded(unsharded);
@@ -126,6 +140,7 @@ void Unit::start_gather() {
     auto& unsharded = unsharded_[i];
     unsharded.epoch = parameters_[i].impl().local_epoch();
     unsharded.version = version_of(parameters_[i].tensor());
+    unsharded.gathered_writes = unsharded.alias_writes;
     if (shard_size() == 1) continue;
     const auto bytes = static_cast<size_t>(unsharded.flat.numel()) * unsharded.flat.element_size();
     allocate_memory(unsharded.flat, bytes);
@@ -137,11 +152,22 @@ void Unit::start_gather() {
     return;
   }
   if (!transport_) {
-    dtensor::raise<dtensor::StateError>("all_gather", "unit \"", name_, "\" lies on ",
-                                        parameters_.front().layout().mesh()->to_string(),
-                                        ", which was made without groups, expected one that can communicate; use env.mesh()");
+    dtensor::raise<dtensor::StateError>(
+        "all_gather", "unit \"", name_, "\" lies on ", parameters_.front().layout().mesh()->to_string(),
+        ", which was made without groups, expected one that can communicate; use env.mesh()");
   }
   state_ = State::gathering;
+  {
+    // A few bytes beside the parameters say what this rank gathers: equal sizes alone do not prove equal units.
+    const auto signature = scheduler()->next_signature(*this);
+    const auto bytes = at::from_blob(const_cast<int64_t*>(signature.data()), {static_cast<int64_t>(sizeof(signature))},
+                                     at::TensorOptions(at::kByte))
+                           .clone();
+    const auto& like = pairs.front().full;
+    const auto shard = bytes.to(like.device()).view(like.scalar_type());
+    signatures_ = at::empty({shard.numel() * shard_size()}, shard.options());
+    pairs.push_back({signatures_, shard});
+  }
   try {
     gather_work_ = transport_->all_gather(pairs, {"all_gather", name_});
   } catch (...) {
@@ -157,11 +183,31 @@ void Unit::finish_gather() {
   auto work = std::move(gather_work_);
   try {
     work->wait();
+    check_signatures();
   } catch (...) {
     reshard();
     throw;
   }
   state_ = State::gathered;
+}
+
+void Unit::check_signatures() {
+  const auto table = signatures_.view(at::kByte).cpu().view(at::kLong).view({shard_size(), -1});
+  signatures_ = at::Tensor();
+  const auto rank = parameters_.front().layout().mesh()->rank();
+  const auto own = table[rank];
+  for (int64_t other = 0; other < shard_size(); ++other) {
+    if (table[other].equal(own)) continue;
+    auto scheduler = this->scheduler();
+    const auto& units = scheduler->units();
+    const auto index = table[other][1].item<int64_t>();
+    dtensor::raise<dtensor::CommunicationError>(
+        "all_gather", "rank ", rank, " gathers unit \"", name_, "\" as collective ", own[2].item<int64_t>(), ", rank ", other,
+        " gathers ", index >= 0 && index < static_cast<int64_t>(units.size()) ? "unit \"" + units[index]->name() + "\"" : "another",
+        " as collective ", table[other][2].item<int64_t>(),
+        " or had other units or parameters before, expected the same on all ranks; every rank must call it: run the same "
+        "forwards and use the same parameters on all ranks");
+  }
 }
 
 void Unit::reshard() {
@@ -174,10 +220,23 @@ void Unit::reshard() {
     gather_work_.reset();
   }
   if (state_ != State::sharded && shard_size() > 1) {
+    if (raw_accessed_ && state_ == State::gathered) keep_raw_writes();
     for (auto& unsharded : unsharded_) free_memory(unsharded.flat);
   }
+  raw_accessed_ = false;
   state_ = State::sharded;
   read_since_gather_ = false;
+}
+
+// What was written into whole parameters through a raw pointer is not seen by dispatch; this rank's part goes to the shard.
+void Unit::keep_raw_writes() {
+  Below below(dtensor::kDTensorKey);
+  at::NoGradGuard no_grad;
+  if (is_stale()) return;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto part = dtensor::narrow_to_box(dtensor::raw_alias(unsharded_[i].whole), parameters_[i].layout().local());
+    if (!part.equal(parameters_[i].impl().local())) written(i);
+  }
 }
 
 int64_t Unit::unsharded_bytes() const {
@@ -205,7 +264,7 @@ void Unit::connect(int64_t scope_token) {
     indices.push_back(i);
     edges.push_back(torch::autograd::impl::gradient_edge(tensor));
   }
-  auto node = std::shared_ptr<UnitBackward>(new UnitBackward(shared_from_this(), indices, std::move(edges)),
+  auto node = std::shared_ptr<UnitBackward>(new UnitBackward(shared_from_this(), indices, scope_token, std::move(edges)),
                                             torch::autograd::deleteNode);
   for (auto i : indices) {
     at::Tensor connected;
@@ -231,18 +290,38 @@ void Unit::disconnect() {
 
 // ---- what backward needs ----
 
-Unit::Hold::Hold(std::shared_ptr<Unit> unit) : unit_(std::move(unit)) {
-  unit_->holds_.fetch_add(1, std::memory_order_relaxed);
+Unit::Hold::Hold(std::shared_ptr<Unit> unit, int64_t scope_token)
+    : unit_(std::move(unit)), scheduler_(unit_->scheduler()), scope_token_(scope_token) {
+  std::lock_guard lock(unit_->holds_mutex_);
+  ++unit_->holds_[scope_token_];
 }
 
 Unit::Hold::~Hold() {
-  if (unit_->holds_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  if (auto scheduler = unit_->scheduler()) scheduler->last_hold_released(*unit_);
+  {
+    std::lock_guard lock(unit_->holds_mutex_);
+    auto found = unit_->holds_.find(scope_token_);
+    if (--found->second > 0) return;
+    unit_->holds_.erase(found);
+  }
+  if (scheduler_) scheduler_->last_hold_released(*unit_);
+}
+
+int64_t Unit::holds(int64_t scope_token) const {
+  std::lock_guard lock(holds_mutex_);
+  auto found = holds_.find(scope_token);
+  return found == holds_.end() ? 0 : found->second;
+}
+
+int64_t Unit::holds() const {
+  std::lock_guard lock(holds_mutex_);
+  int64_t sum = 0;
+  for (auto& [token, count] : holds_) sum += count;
+  return sum;
 }
 
 Unit::Generation Unit::generation(size_t index) const {
-  return {parameters_[index].impl().local_epoch(), version_of(parameters_[index].tensor()),
-          version_of(unsharded_[index].whole)};
+  return {parameters_[index].impl().local_epoch(), unsharded_[index].alias_writes,
+          version_of(parameters_[index].tensor()), version_of(unsharded_[index].whole)};
 }
 
 // ---- dtensor::ParameterOwner ----
@@ -252,12 +331,18 @@ bool Unit::readable() const {
   return scheduler && scheduler->readable();
 }
 
-at::Tensor Unit::unsharded(size_t index) {
+at::Tensor Unit::unsharded(size_t index, bool differentiable) {
   auto scheduler = this->scheduler();
   TORCH_INTERNAL_ASSERT(scheduler);
   scheduler->read(*this);
-  if (!at::GradMode::is_enabled() || !parameters_[index].tensor().requires_grad()) return unsharded_[index].whole;
+  if (!differentiable) return unsharded_[index].whole;
   return connected(index, scheduler->scope_token());
+}
+
+at::Tensor Unit::unsharded_for_raw_access(size_t index) {
+  auto whole = unsharded(index, /*differentiable=*/false);
+  raw_accessed_ = true;
+  return whole;
 }
 
 void Unit::gather() {

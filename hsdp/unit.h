@@ -1,12 +1,13 @@
 #pragma once
 
-#include <atomic>
+#include <ATen/core/Tensor.h>
+
+#include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
-
-#include <ATen/core/Tensor.h>
 
 #include "dtensor/dtensor_impl.h"
 #include "hsdp/sharded_parameter.h"
@@ -22,17 +23,17 @@ class Scheduler;
 
 /// Gradients of one unit on their way from full to shards.
 struct Reduction {
-  std::vector<size_t> indices;            // parameters that have a gradient
-  std::vector<at::Tensor> shards;         // padded, 1-D, sum over ranks once `work` is done
-  std::shared_ptr<dtensor::Work> work;    // owns the full gradients as long as they are needed; null at one rank
+  std::vector<size_t> indices;          // parameters that have a gradient
+  std::vector<at::Tensor> shards;       // padded, 1-D, sum over ranks once `work` is done
+  std::shared_ptr<dtensor::Work> work;  // owns the full gradients as long as they are needed; null at one rank
 };
 
 /// Parameters that are gathered, freed and reduced together: what one fully_shard call or one match of `.units` groups.
 ///
 /// The unsharded tensors keep one StorageImpl each whose bytes go to zero and back, so views taken of them stay valid
-/// handles; dispatch finds the unit by that StorageImpl. Who decides when to gather and to free is the Scheduler; a unit
-/// only knows how. Ownership: shared by the sharded module, autograd nodes and saved-tensor handles. Threads: all calls
-/// under the scheduler's lock, except hold()/holds().
+/// handles; dispatch finds the unit by that StorageImpl. Who decides when to gather and to free is the Scheduler; a
+/// unit only knows how. Ownership: shared by the sharded module, autograd nodes and saved-tensor handles. Threads: all
+/// calls under the scheduler's lock, except hold()/holds().
 class Unit final : public dtensor::ParameterOwner, public std::enable_shared_from_this<Unit> {
  public:
   Unit(std::string name, const torch::nn::Module* module, std::vector<ShardedParameter> parameters,
@@ -43,8 +44,8 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
 
   /// Marks the parameters as managed by this unit. After construction, once.
   void adopt_parameters();
-  /// Makes sure that each parameter's gradient accumulator is the unit's: set_data and dtype changes make autograd forget
-  /// it, and a stock one would add full gradients to shards.
+  /// Makes sure that each parameter's gradient accumulator is the unit's: set_data and dtype changes make autograd
+  /// forget it, and a stock one would add full gradients to shards.
   void claim_accumulators();
   void set_scheduler(std::weak_ptr<Scheduler> scheduler) { scheduler_ = std::move(scheduler); }
   std::shared_ptr<Scheduler> scheduler() const { return scheduler_.lock(); }
@@ -90,10 +91,11 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
   bool has_pins() const { return pins_ > 0; }
 
   // ---- what backward needs ----
-  /// A saved tensor that lives in this unit. The unit may be freed in backward when the last one is gone.
+  /// A saved tensor that lives in this unit, saved in the scope of `scope_token`. In backward the unit is freed when the
+  /// last one of a scope is gone: what an output of another scope still holds must not make ranks differ.
   class Hold {
    public:
-    explicit Hold(std::shared_ptr<Unit> unit);
+    Hold(std::shared_ptr<Unit> unit, int64_t scope_token);
     ~Hold();
     Hold(const Hold&) = delete;
     Hold& operator=(const Hold&) = delete;
@@ -101,11 +103,15 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
 
    private:
     std::shared_ptr<Unit> unit_;
+    std::shared_ptr<Scheduler> scheduler_;  // backward works on after the sharded module is gone
+    int64_t scope_token_;
   };
-  int64_t holds() const { return holds_.load(std::memory_order_relaxed); }
+  /// Of one scope, or of all. Thread-safe.
+  int64_t holds(int64_t scope_token) const;
+  int64_t holds() const;
   /// What a saved tensor compares to know that the weights changed since.
   struct Generation {
-    uint64_t epoch;
+    uint64_t epoch, alias_writes;
     uint32_t shard_version, whole_version;
     bool operator==(const Generation&) const = default;
   };
@@ -128,14 +134,15 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
 
   // ---- dtensor::ParameterOwner ----
   bool readable() const override;
-  at::Tensor unsharded(size_t index) override;
+  at::Tensor unsharded(size_t index, bool differentiable) override;
+  at::Tensor unsharded_for_raw_access(size_t index) override;
   void gather() override;
   void pin() override { ++pins_; }
   void unpin() override { --pins_; }
   void written(size_t index) override;
-  void local_escaped() override { local_escaped_ = true; }
-  /// Somebody holds an alias of a shard and may write it unseen: gathered values must not outlive a forward scope.
-  bool has_local_escaped() const { return local_escaped_; }
+  void shard_written(size_t index) override { ++unsharded_[index].alias_writes; }
+  /// Somebody took a raw pointer: the memory stays until the outermost scope or backward ends.
+  bool is_raw_accessed() const { return raw_accessed_; }
 
  private:
   enum class State { sharded, gathering, gathered };
@@ -143,11 +150,14 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
     at::Tensor flat;       // padded, 1-D
     at::Tensor whole;      // global shape, version counter of its own
     at::Tensor connected;  // whole + edge to the node of `scope_token_`
-    uint64_t epoch = 0;
+    // Of the shard that was gathered; `alias_writes` counts on, `gathered_writes` is its value then.
+    uint64_t epoch = 0, alias_writes = 0, gathered_writes = 0;
     uint32_t version = 0;
   };
 
   void prepare_shards();
+  void keep_raw_writes();
+  void check_signatures();
   void prepare_unsharded(size_t index);
   void forget_unsharded(Unsharded& unsharded);
   void connect(int64_t scope_token);
@@ -162,13 +172,15 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
   std::vector<Unit*> ancestors_;
   State state_ = State::sharded;
   bool read_since_gather_ = false;
-  bool local_escaped_ = false;
+  bool raw_accessed_ = false;
   int64_t pins_ = 0;
-  std::atomic<int64_t> holds_{0};
+  mutable std::mutex holds_mutex_;
+  std::map<int64_t, int64_t> holds_;  // by scope token
   int64_t scope_token_ = -1;
   std::vector<Unsharded> unsharded_;
   std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;
   std::shared_ptr<dtensor::Work> gather_work_;
+  at::Tensor signatures_;  // what each rank says it gathers, beside the parameters
   std::vector<at::Tensor> direct_gradients_;
 };
 

@@ -1,12 +1,13 @@
 #pragma once
 
+#include <torch/csrc/autograd/function.h>
+
 #include <memory>
 #include <vector>
 
-#include <torch/csrc/autograd/function.h>
-
 namespace hsdp {
 
+class Scheduler;
 class Unit;
 
 /// The autograd node of one unit in one forward scope. Its outputs are the unsharded parameters that require grad; what
@@ -14,13 +15,16 @@ class Unit;
 /// parameters' accumulators and carry nothing.
 class UnitBackward : public torch::autograd::Node {
  public:
-  UnitBackward(std::shared_ptr<Unit> unit, std::vector<size_t> indices, torch::autograd::edge_list edges);
+  UnitBackward(std::shared_ptr<Unit> unit, std::vector<size_t> indices, int64_t scope_token,
+               torch::autograd::edge_list edges);
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "hsdp::UnitBackward"; }
 
  private:
   std::shared_ptr<Unit> unit_;
+  std::shared_ptr<Scheduler> scheduler_;  // backward works on after the sharded module is gone
   std::vector<size_t> indices_;
+  int64_t scope_token_;
 };
 
 /// The gradient accumulator of a managed parameter. A full gradient that reaches the parameter itself (a custom

@@ -1,19 +1,19 @@
 #pragma once
 
+#include <c10/util/Type.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
 #include <functional>
 #include <memory>
 #include <string>
 #include <type_traits>
 #include <vector>
 
-#include <c10/util/Type.h>
-#include <torch/nn/module.h>
-#include <torch/nn/pimpl.h>
-
 namespace hsdp {
 
-/// Picks the submodules that become units: by type, by name pattern, or several of these joined with `|`. A plain value.
-/// A selector that matches nothing is refused by fully_shard, which lists the types and names that are there.
+/// Picks the submodules that become units: by type, by name pattern, or several of these joined with `|`. A plain
+/// value. A selector that matches nothing is refused by fully_shard, which lists the types and names that are there.
 class UnitSelector {
  public:
   struct Rule {
@@ -38,7 +38,8 @@ UnitSelector each() {
     return each<typename T::ContainedType>();
   } else {
     static_assert(std::is_base_of_v<torch::nn::Module, T>, "each<T>() needs a module class or holder");
-    return UnitSelector({std::string("each<") + c10::demangle_type<T>() + ">()", [](const std::string&, const torch::nn::Module& module) {
+    return UnitSelector({std::string("each<") + c10::demangle_type<T>() + ">()",
+                         [](const std::string&, const torch::nn::Module& module) {
                            return dynamic_cast<const T*>(&module) != nullptr;
                          }});
   }

@@ -10,8 +10,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "dtensor/error.h"
-#include "hsdp/backend.h"
-#include "hsdp/device.h"
+#include "hsdp/launch/backend.h"
+#include "hsdp/launch/device.h"
 #include "tests/testing/expect.h"
 #include "tests/testing/multi_process.h"
 

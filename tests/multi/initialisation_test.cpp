@@ -71,6 +71,46 @@ TEST(ReplaySeeds, ThatDifferBetweenRanksAreRefusedOnAll) {
   });
 }
 
+TEST(SeveralConstructions, GoOnFromEachOtherAsPlainOnesDo) {
+  for (const bool second_first : {false, true}) {
+    run_ranks(2, [second_first](RankContext& context) {
+      auto mesh = context.environment().mesh();
+      torch::manual_seed(7);
+      OddMlp plain_one, plain_two;
+      auto after = torch::rand({3});
+      torch::manual_seed(7);
+      auto one = hsdp::meta_init([] { return OddMlp(); });
+      auto two = hsdp::meta_init([] { return OddMlp(); });
+      auto model_one = hsdp::fully_shard(one, {.mesh = mesh});
+      auto model_two = hsdp::fully_shard(two, {.mesh = mesh});
+      if (second_first) model_two.materialize(at::kCPU);
+      model_one.materialize(at::kCPU);
+      if (!second_first) model_two.materialize(at::kCPU);
+      EXPECT_TRUE(torch::equal(torch::rand({3}), after));
+      for (auto [net, plain] : {std::pair(one, plain_one), std::pair(two, plain_two)}) {
+        const auto expected = plain->named_parameters();
+        for (auto& parameter : net->named_parameters()) {
+          EXPECT_TRUE(torch::equal(hsdp::unsharded(parameter.value()), expected[parameter.key()])) << parameter.key();
+        }
+      }
+    });
+  }
+}
+
+TEST(SeedsInBetween, StandAfterReplay) {
+  run_ranks(2, [](RankContext& context) {
+    torch::manual_seed(7);
+    auto net = hsdp::meta_init([] { return OddMlp(); });
+    auto model = hsdp::fully_shard(net, {.mesh = context.environment().mesh()});
+    torch::manual_seed(100 + static_cast<uint64_t>(context.rank()));
+    const auto expected = torch::rand({3});
+    torch::manual_seed(100 + static_cast<uint64_t>(context.rank()));
+    model.materialize(at::kCPU);
+    model.materialize(at::kCPU);
+    EXPECT_TRUE(torch::equal(torch::rand({3}), expected));
+  });
+}
+
 enum class Built { after_meta_init, after_fully_shard, after_to_empty, after_materialize };
 enum class Kind { adamw, adagrad };
 

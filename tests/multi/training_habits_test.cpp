@@ -354,6 +354,74 @@ TEST_P(Habit, BackwardOfSomeInputs) {
   train(c);
 }
 
+TEST_P(Habit, DataInForwardCutsTheGradient) {
+  auto c = three();
+  c.loss = [](ThreeImpl& net, int64_t step, int64_t begin, int64_t end) {
+    Inputs in(step, begin, end);
+    net.b->weight.data().clamp_(-0.3, 0.3);
+    return torch::mse_loss(net.forward(in.x), in.y) + (net.a->weight * net.a->weight.data()).sum() * 0.1;
+  };
+  train(c);
+}
+
+TEST_P(Habit, RawPointersOfTwoUnitsAtOnce) {
+  auto c = three();
+  c.loss = [](ThreeImpl& net, int64_t step, int64_t begin, int64_t end) {
+    Inputs in(step, begin, end);
+    const double* a = net.a->bias.const_data_ptr<double>();
+    const double* b = net.b->bias.const_data_ptr<double>();
+    double dot = 0;
+    for (int i = 0; i < 7; ++i) dot += a[i] * b[i];
+    return torch::mse_loss(net.forward(in.x), in.y) * (1 + dot * dot);
+  };
+  train(c);
+}
+
+TEST_P(Habit, EverythingInOneScopeAndInOneExpression) {
+  auto c = three();
+  c.forward_backward = [](ThreeImpl& net, const InForward& forward, int64_t step, int64_t begin, int64_t end) {
+    Inputs in(step, begin, end);
+    // Backward and the optimizer's kind of write (through data()) with the scope still open.
+    return forward([&] {
+      auto loss = torch::mse_loss(net.forward(in.x), in.y);
+      loss.backward();
+      {
+        torch::NoGradGuard no_grad;
+        net.b->weight.data().add_(net.b->weight.grad(), -0.1);
+      }
+      auto again = torch::mse_loss(net.forward(in.x), in.y);
+      again.backward();
+      return loss.detach() + again.detach();
+    });
+  };
+  train(c);
+}
+
+TEST_P(Habit, AmsgradAndCaughtFailuresOfOtherBackwards) {
+  auto c = three();
+  c.optimizer = [](std::vector<torch::Tensor> parameters) -> std::unique_ptr<torch::optim::Optimizer> {
+    return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(0.01).eps(1e-3).amsgrad(true));
+  };
+  c.loss = [](ThreeImpl& net, int64_t step, int64_t begin, int64_t end) {
+    Inputs in(step, begin, end);
+    auto h = torch::tanh(net.a(in.x));
+    h.register_hook([](const torch::Tensor& gradient) {
+      struct Failing : torch::autograd::Function<Failing> {
+        static torch::Tensor forward(torch::autograd::AutogradContext*, torch::Tensor t) { return t.clone(); }
+        static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list) {
+          throw std::runtime_error("planted");
+        }
+      };
+      torch::AutoGradMode grad(true);
+      auto other = torch::ones({1}).set_requires_grad(true);
+      EXPECT_THROW(Failing::apply(other).backward(), std::runtime_error);
+      return gradient;
+    });
+    return torch::mse_loss(net.c(torch::tanh(net.b(h))) + net.bias, in.y);
+  };
+  train(c);
+}
+
 TEST_P(Habit, HooksSeeTheReducedGradient) {
   auto c = three();
   c.make = [] {

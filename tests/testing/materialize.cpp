@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "dtensor/dtensor_impl.h"
-#include "hsdp/replay.h"
-#include "hsdp/tape.h"
+#include "hsdp/construction/replay.h"
+#include "hsdp/construction/tape.h"
 
 namespace testing_support {
 

@@ -1,10 +1,10 @@
 #pragma once
 
-#include <string>
-#include <vector>
-
 #include <torch/nn/modules.h>
 #include <torch/torch.h>
+
+#include <string>
+#include <vector>
 
 /// Modules that the multi-rank tests train: plain libtorch, each with a habit that a sharded run must bear. Inputs of
 /// all are a batch `x` of `batch` rows (see inputs_for) and each returns a tensor to take a loss on.
@@ -82,7 +82,8 @@ struct ViewChainImpl : torch::nn::Module {
 };
 TORCH_MODULE(ViewChain);
 
-/// One of each stock module, a raw parameter and a buffer. Its batch-wide statistics need the whole batch on every rank.
+/// One of each stock module, a raw parameter and a buffer. Its batch-wide statistics need the whole batch on every
+/// rank.
 struct ZooImpl : torch::nn::Module {
   ZooImpl()
       : conv(register_module("conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(1, 7, 3).padding(1)))),
@@ -91,12 +92,13 @@ struct ZooImpl : torch::nn::Module {
         norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({10})))),
         attention(register_module("attention", torch::nn::MultiheadAttention(10, 2))),
         lstm(register_module("lstm", torch::nn::LSTM(10, 6))),
-        embedding(register_module("embedding", torch::nn::Embedding(torch::nn::EmbeddingOptions(11, 10).padding_idx(9)))),
+        embedding(
+            register_module("embedding", torch::nn::Embedding(torch::nn::EmbeddingOptions(11, 10).padding_idx(9)))),
         encoder(register_module(
-            "encoder",
-            torch::nn::TransformerEncoder(torch::nn::TransformerEncoderLayer(
-                                              torch::nn::TransformerEncoderLayerOptions(10, 2).dropout(0).dim_feedforward(13)),
-                                          2))),
+            "encoder", torch::nn::TransformerEncoder(
+                           torch::nn::TransformerEncoderLayer(
+                               torch::nn::TransformerEncoderLayerOptions(10, 2).dropout(0).dim_feedforward(13)),
+                           2))),
         head(register_module("head", torch::nn::Linear(6, 4))) {
     scale = register_parameter("scale", torch::rand({1}) * 2 + 1);
     ramp = register_buffer("ramp", torch::arange(10) / 10.0);

@@ -1,8 +1,8 @@
 #pragma once
 
-#include <memory>
-
 #include <torch/torch.h>
+
+#include <memory>
 
 #include "dtensor/dtensor.h"
 #include "hsdp/hsdp.h"

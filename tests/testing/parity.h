@@ -1,14 +1,14 @@
 #pragma once
 
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
 #include <functional>
 #include <limits>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
-
-#include <gtest/gtest.h>
-#include <torch/torch.h>
 
 #include "hsdp/hsdp.h"
 #include "tests/testing/multi_process.h"

@@ -60,7 +60,8 @@ INSTANTIATE_TEST_SUITE_P(
                       Pointwise{"isfinite", [](auto& a, auto&) { return torch::isfinite(a); }},
                       Pointwise{"clone", [](auto& a, auto&) { return a.clone(); }},
                       Pointwise{"zeros_like", [](auto& a, auto&) { return torch::zeros_like(a); }},
-                      Pointwise{"ones_like_double", [](auto& a, auto&) { return torch::ones_like(a, torch::kFloat64); }},
+                      Pointwise{"ones_like_double",
+                                [](auto& a, auto&) { return torch::ones_like(a, torch::kFloat64); }},
                       Pointwise{"full_like", [](auto& a, auto&) { return torch::full_like(a, 2.5); }},
                       Pointwise{"to_half", [](auto& a, auto&) { return a.to(torch::kHalf); }}),
     [](const auto& which) { return which.param.name; });
@@ -104,11 +105,13 @@ TEST(Fused, AdamWOnShardsEqualsTheStockStepOnLocals) {
 }
 
 TEST(RandomInPlace, GivesEveryRankItsPartOfTheWholeDraw) {
-  const std::vector<std::function<void(at::Tensor&)>> draws{
-      [](at::Tensor& t) { t.normal_(1, 2); },           [](at::Tensor& t) { t.uniform_(-1, 1); },
-      [](at::Tensor& t) { t.bernoulli_(0.3); },         [](at::Tensor& t) { t.exponential_(2); },
-      [](at::Tensor& t) { t.random_(0, 100); },         [](at::Tensor& t) { torch::nn::init::xavier_uniform_(t); },
-      [](at::Tensor& t) { torch::nn::init::kaiming_normal_(t); }};
+  const std::vector<std::function<void(at::Tensor&)>> draws{[](at::Tensor& t) { t.normal_(1, 2); },
+                                                            [](at::Tensor& t) { t.uniform_(-1, 1); },
+                                                            [](at::Tensor& t) { t.bernoulli_(0.3); },
+                                                            [](at::Tensor& t) { t.exponential_(2); },
+                                                            [](at::Tensor& t) { t.random_(0, 100); },
+                                                            [](at::Tensor& t) { torch::nn::init::xavier_uniform_(t); },
+                                                            [](at::Tensor& t) { torch::nn::init::kaiming_normal_(t); }};
   torch::NoGradGuard no_grad;
   for (size_t i = 0; i < draws.size(); ++i) {
     torch::manual_seed(3);
@@ -118,8 +121,8 @@ TEST(RandomInPlace, GivesEveryRankItsPartOfTheWholeDraw) {
     for (int64_t ranks : {1, 2, 3, 4, 9}) {
       for (int64_t rank = 0; rank < ranks; ++rank) {
         auto range = dtensor::chunk_range(7, ranks, rank);
-        auto tensor = DTensor::from_local(torch::zeros({range.end - range.begin, 5}), offline_mesh(ranks, rank), {Shard(0)},
-                                          {{7, 5}})
+        auto tensor = DTensor::from_local(torch::zeros({range.end - range.begin, 5}), offline_mesh(ranks, rank),
+                                          {Shard(0)}, {{7, 5}})
                           .tensor();
         torch::manual_seed(3);
         draws[i](tensor);
@@ -136,8 +139,11 @@ TEST(Copy, TakesTheShardOfAWholeTensorAndRefusesOtherShapes) {
   auto whole = torch::arange(15).view({5, 3});
   tensor.copy_(whole);
   EXPECT_TRUE(torch::equal(local_of(tensor), whole.narrow(0, 3, 2).to(torch::kFloat)));
-  expect_error<dtensor::ValueError>([&] { tensor.copy_(torch::zeros({2, 3})); }, "[2, 3]", "expected the global shape [5, 3]",
-                                    "to_local().copy_");
+  expect_error<dtensor::ValueError>(
+      [&] {
+        tensor.copy_(torch::zeros({2, 3}));
+      },
+      "[2, 3]", "expected the global shape [5, 3]", "to_local().copy_");
   auto plain = torch::zeros({5, 3});
   expect_error<dtensor::NotSupportedError>([&] { plain.copy_(tensor); }, "full_tensor()");
 }
@@ -184,15 +190,23 @@ TEST(Refusals, NameOperatorTensorAndRemedy) {
     SCOPED_TRACE(name);
     expect_error<dtensor::NotSupportedError>(call, "[" + name + "]", "\"fc.weight\"", "Shard(0)", "model->forward(x)");
   }
-  expect_error<dtensor::NotSupportedError>([&] { tensor + torch::rand({4, 3}); }, "[aten::add]", "plain tensor of shape [4, 3]");
-  expect_error<dtensor::ValueError>([&] { tensor + sharded(torch::rand({3, 3})); }, "[aten::add]", "expected equal shapes");
+  expect_error<dtensor::NotSupportedError>(
+      [&] {
+        tensor + torch::rand({4, 3});
+      },
+      "[aten::add]", "plain tensor of shape [4, 3]");
+  expect_error<dtensor::ValueError>(
+      [&] {
+        tensor + sharded(torch::rand({3, 3}));
+      },
+      "[aten::add]", "expected equal shapes");
 }
 
 TEST(LostGradients, AreRefused) {
   auto parameter = DTensor::from_local(torch::rand({2, 3}), offline_mesh(2, 0), {Shard(0)}).as_parameter(true).tensor();
   DTensor(parameter).impl().set_name("fc.weight");
-  expect_error<dtensor::NotSupportedError>([&] { parameter.pow(2); }, "[aten::pow]", "\"fc.weight\"", "gradient would be lost",
-                                           "use model->forward(x)", "torch::NoGradGuard");
+  expect_error<dtensor::NotSupportedError>([&] { parameter.pow(2); }, "[aten::pow]", "\"fc.weight\"",
+                                           "gradient would be lost", "use model->forward(x)", "torch::NoGradGuard");
   // A conversion gives data to whoever only wants data; computing with it would lose the gradient as well.
   auto converted = parameter.to(torch::kFloat64);
   EXPECT_TRUE(converted.requires_grad());

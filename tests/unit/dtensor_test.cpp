@@ -1,10 +1,11 @@
 // DTensor: construction, metadata, conversions, data and set_data. No process group.
+#include "dtensor/dtensor.h"
+
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <sstream>
 
-#include "dtensor/dtensor.h"
 #include "dtensor/error.h"
 #include "dtensor/inspect.h"
 #include "tests/testing/expect.h"
@@ -43,13 +44,14 @@ TEST_P(FromLocal, HasGlobalShapeStridesAndNumel) {
   EXPECT_TRUE(tensor.tensor().is_contiguous());
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Meshes, FromLocal,
-    ::testing::Values(Placed{{8, 8}, {2, 4}, {Replicate(), Replicate()}, {8, 8}},
-                      Placed{{8, 8}, {2, 4}, {Shard(0), Replicate()}, {16, 8}},
-                      Placed{{8, 8}, {2, 4}, {Replicate(), Shard(1)}, {8, 32}},
-                      Placed{{8, 8}, {2, 4}, {Shard(0), Shard(1)}, {16, 32}}, Placed{{3}, {4}, {Shard(0)}, {12}},
-                      Placed{{2, 3, 4}, {3}, {Shard(2)}, {2, 3, 12}}, Placed{{2, 2}, {2, 2}, {Shard(0), Shard(0)}, {8, 2}}));
+INSTANTIATE_TEST_SUITE_P(Meshes, FromLocal,
+                         ::testing::Values(Placed{{8, 8}, {2, 4}, {Replicate(), Replicate()}, {8, 8}},
+                                           Placed{{8, 8}, {2, 4}, {Shard(0), Replicate()}, {16, 8}},
+                                           Placed{{8, 8}, {2, 4}, {Replicate(), Shard(1)}, {8, 32}},
+                                           Placed{{8, 8}, {2, 4}, {Shard(0), Shard(1)}, {16, 32}},
+                                           Placed{{3}, {4}, {Shard(0)}, {12}},
+                                           Placed{{2, 3, 4}, {3}, {Shard(2)}, {2, 3, 12}},
+                                           Placed{{2, 2}, {2, 2}, {Shard(0), Shard(0)}, {8, 2}}));
 
 TEST(FromLocalWithShape, GivesUnevenPartsTheirTrueGlobalShape) {
   auto tensor = DTensor::from_local(torch::rand({2, 3}), offline_mesh(2, 1), {Shard(0)}, {{5, 3}});
@@ -63,15 +65,22 @@ TEST(FromLocalRefuses, WhatDoesNotFit) {
   auto part = torch::rand({2, 3});
   expect_error<dtensor::ValueError>([&] { DTensor::from_local(at::Tensor(), mesh, {Shard(0)}); }, "undefined");
   expect_error<dtensor::ValueError>([&] { DTensor::from_local(part, nullptr, {Shard(0)}); }, "mesh is null");
-  expect_error<dtensor::ValueError>([&] { DTensor::from_local(part, mesh, {Shard(0), Shard(1)}); }, "2 placements",
-                                    "one per mesh axis");
+  expect_error<dtensor::ValueError>(
+      [&] {
+        DTensor::from_local(part, mesh, {Shard(0), Shard(1)});
+      },
+      "2 placements", "one per mesh axis");
   expect_error<dtensor::ValueError>([&] { DTensor::from_local(part, mesh, {Shard(2)}); }, "2");
-  expect_error<dtensor::ValueError>([&] { DTensor::from_local(part, mesh, {Shard(0)}, {{5, 3}}); }, "sizes [2, 3]",
-                                    "expected [3, 3]");
+  expect_error<dtensor::ValueError>(
+      [&] {
+        DTensor::from_local(part, mesh, {Shard(0)}, {{5, 3}});
+      },
+      "sizes [2, 3]", "expected [3, 3]");
   expect_error<dtensor::NotSupportedError>([&] { DTensor::from_local(part.t(), mesh, {Shard(0)}); }, "strides [1, 3]",
                                            "contiguous()");
   auto tensor = DTensor::from_local(part, mesh, {Shard(0)});
-  expect_error<dtensor::NotSupportedError>([&] { DTensor::from_local(tensor.tensor(), mesh, {Shard(0)}); }, "to_local()");
+  expect_error<dtensor::NotSupportedError>([&] { DTensor::from_local(tensor.tensor(), mesh, {Shard(0)}); },
+                                           "to_local()");
   expect_error<dtensor::ValueError>([&] { DTensor wrong(part); }, "expected a distributed tensor");
 }
 
@@ -114,7 +123,9 @@ TEST(DTensorTo, ForwardsItsArgumentsToTheLocalTensor) {
   // `memory_format` arrives: the local of a 4-D tensor changes its strides.
   auto images = DTensor::from_local(torch::rand({2, 3, 4, 5}), mesh, {Shard(0)});
   EXPECT_TRUE(images.to(torch::kFloat, false, true, at::MemoryFormat::ChannelsLast)
-                  .impl().local().is_contiguous(at::MemoryFormat::ChannelsLast));
+                  .impl()
+                  .local()
+                  .is_contiguous(at::MemoryFormat::ChannelsLast));
 }
 
 TEST(DTensorTo, KeepsTheMesh) {
@@ -249,7 +260,9 @@ TEST(RawAccess, PrintingAndSavingAreRefused) {
     } catch (const std::exception& error) {
       const std::string text = error.what();
       EXPECT_NE(text.find("[raw access] tensor \"w\""), std::string::npos) << text;
-      EXPECT_NE(text.find("to store it, for example), to_local() for this rank's part, hsdp::to_string(t) to print"), std::string::npos) << text;
+      EXPECT_NE(text.find("to store it, for example), to_local() for this rank's part, hsdp::to_string(t) to print"),
+                std::string::npos)
+          << text;
     }
   }
 }

@@ -1,4 +1,4 @@
-#include "hsdp/error_file.h"
+#include "hsdp/launch/error_file.h"
 
 #include <gtest/gtest.h>
 

@@ -114,8 +114,9 @@ TEST(Sharding, PlacesParametersOnMetaInPlace) {
 
 TEST(Refuses, ModulesBuiltOutsideMetaInit) {
   Net plain;
-  expect_error<dtensor::NotSupportedError>([&] { hsdp::fully_shard(plain, {.mesh = offline_mesh(2, 0)}); }, "[fully_shard]",
-                                           "parameter \"layers.0.scale\" is plain Float [4] cpu", "expected one made by meta_init",
+  expect_error<dtensor::NotSupportedError>([&] { hsdp::fully_shard(plain, {.mesh = offline_mesh(2, 0)}); },
+                                           "[fully_shard]", "parameter \"layers.0.scale\" is plain Float [4] cpu",
+                                           "expected one made by meta_init",
                                            "hsdp::meta_init([&] { return Net(...); })");
 }
 
@@ -125,7 +126,9 @@ TEST(Refuses, SelectorsThatMatchNothingAndChangesNothing) {
       [&] { hsdp::fully_shard(net, {.mesh = offline_mesh(2, 0), .units = hsdp::each<torch::nn::LSTM>()}); },
       "selector each<torch::nn::LSTMImpl>()", "matches none", "BlockImpl", "layers.0.linear");
   expect_error<dtensor::ValueError>(
-      [&] { hsdp::fully_shard(net, {.mesh = offline_mesh(2, 0), .units = hsdp::each<Block>() | hsdp::each("blocks.*")}); },
+      [&] {
+        hsdp::fully_shard(net, {.mesh = offline_mesh(2, 0), .units = hsdp::each<Block>() | hsdp::each("blocks.*")});
+      },
       "selector each(\"blocks.*\")", "head");
   EXPECT_FALSE(DTensor::is_dtensor(net->head->weight));
   EXPECT_NO_THROW(hsdp::fully_shard(net, {.mesh = offline_mesh(2, 0), .units = hsdp::each<Block>()}));
@@ -141,9 +144,11 @@ TEST(Refuses, WhatCannotBeSharded) {
   };
   auto mesh = offline_mesh(2, 0);
   auto scalar = make([](auto& m) { m.register_parameter("alpha", torch::rand({})); });
-  expect_error<dtensor::NotSupportedError>([&] { hsdp::fully_shard(scalar, {.mesh = mesh}); }, "\"alpha\" is a scalar", "{1}");
+  expect_error<dtensor::NotSupportedError>([&] { hsdp::fully_shard(scalar, {.mesh = mesh}); }, "\"alpha\" is a scalar",
+                                           "{1}");
   auto strided = make([](auto& m) { m.register_parameter("w", torch::rand({100, 200}).t()); });
-  expect_error<dtensor::NotSupportedError>([&] { hsdp::fully_shard(strided, {.mesh = mesh}); }, "\"w\"", "strides [1, 200]");
+  expect_error<dtensor::NotSupportedError>([&] { hsdp::fully_shard(strided, {.mesh = mesh}); }, "\"w\"",
+                                           "strides [1, 200]");
   auto empty = make([](auto&) {});
   expect_error<dtensor::ValueError>([&] { hsdp::fully_shard(empty, {.mesh = mesh}); }, "no parameters");
   auto views = make([](auto& m) {
@@ -151,7 +156,8 @@ TEST(Refuses, WhatCannotBeSharded) {
     m.register_parameter("a", whole.narrow(0, 0, 50).detach());
     m.register_parameter("b", whole.narrow(0, 50, 50).detach());
   });
-  expect_error<dtensor::NotSupportedError>([&] { hsdp::fully_shard(views, {.mesh = mesh}); }, "\"a\" and \"b\" are views of one memory");
+  expect_error<dtensor::NotSupportedError>([&] { hsdp::fully_shard(views, {.mesh = mesh}); },
+                                           "\"a\" and \"b\" are views of one memory");
   auto two_axes = dtensor::DeviceMesh::create(at::kCPU, {2, 2}, {"replicate", "shard"}, 0);
   auto fine = make([](auto& m) { m.register_parameter("w", torch::rand({4})); });
   expect_error<dtensor::NotSupportedError>([&] { hsdp::fully_shard(fine, {.mesh = two_axes}); }, "has 2 axes");
@@ -161,27 +167,33 @@ TEST(Refuses, WhatCannotBeSharded) {
 TEST(Refuses, ASecondCallOnTheSameModule) {
   auto net = hsdp::meta_init([] { return Net(); });
   auto model = hsdp::fully_shard(net, {.mesh = offline_mesh(2, 0)});
-  expect_error<dtensor::StateError>([&] { hsdp::fully_shard(net, {.mesh = offline_mesh(2, 0)}); }, "is sharded already");
+  expect_error<dtensor::StateError>([&] { hsdp::fully_shard(net, {.mesh = offline_mesh(2, 0)}); },
+                                    "is sharded already");
 }
 
 TEST(ForwardRefuses, TensorsOnMetaAndWithoutValuesByName) {
   auto net = hsdp::meta_init([] { return Net(); });
   auto model = hsdp::fully_shard(net, {.mesh = offline_mesh(1, 0), .units = hsdp::each<Block>()});
   auto x = torch::ones({1, 4});
-  expect_error<dtensor::StateError>([&] { model->forward(x); }, "[forward] 9 tensors have no values", "\"head.weight\" (on meta)",
-                                    "\"layers.1.linear.bias\" (on meta)", "\"offset\" (on meta)", "materialize(device)");
+  expect_error<dtensor::StateError>([&] { model->forward(x); }, "[forward] 9 tensors have no values",
+                                    "\"head.weight\" (on meta)", "\"layers.1.linear.bias\" (on meta)",
+                                    "\"offset\" (on meta)", "materialize(device)");
   model.to_empty(at::kCPU);
-  expect_error<dtensor::StateError>([&] { model->forward(x); }, "9 tensors", "\"head.weight\" (never set)", "replay_init()");
+  expect_error<dtensor::StateError>([&] { model->forward(x); }, "9 tensors", "\"head.weight\" (never set)",
+                                    "replay_init()");
   {
     torch::NoGradGuard no_grad;
     for (auto& parameter : model->named_parameters()) {
       if (parameter.key() == "head.weight") continue;
-      if (parameter.key() == "head.bias") parameter.value().zero_();
-      else torch::nn::init::constant_(parameter.value(), 0.1);
+      if (parameter.key() == "head.bias")
+        parameter.value().zero_();
+      else
+        torch::nn::init::constant_(parameter.value(), 0.1);
     }
     net->offset.fill_(0.5);
   }
-  expect_error<dtensor::StateError>([&] { model->forward(x); }, "1 tensors have no values: \"head.weight\" (never set);");
+  expect_error<dtensor::StateError>([&] { model->forward(x); },
+                                    "1 tensors have no values: \"head.weight\" (never set);");
   {
     torch::NoGradGuard no_grad;
     net->head->weight.copy_(torch::ones({2, 4}));
@@ -195,9 +207,11 @@ TEST(ForwardRefuses, TheBareModuleOutsideAScope) {
   auto model = hsdp::fully_shard(net, {.mesh = offline_mesh(1, 0)});
   model.materialize(at::kCPU);
   auto x = torch::ones({1, 4});
-  expect_error<dtensor::NotSupportedError>([&] { net->forward(x); }, "\"layers.0.linear.weight\"", "use model->forward(x)");
+  expect_error<dtensor::NotSupportedError>([&] { net->forward(x); }, "\"layers.0.linear.weight\"",
+                                           "use model->forward(x)");
   torch::NoGradGuard no_grad;
-  expect_error<dtensor::NotSupportedError>([&] { net->forward(x); }, "\"layers.0.linear.weight\"", "use model->forward(x)");
+  expect_error<dtensor::NotSupportedError>([&] { net->forward(x); }, "\"layers.0.linear.weight\"",
+                                           "use model->forward(x)");
 }
 
 TEST(ForwardRefuses, ReplayBeforeMemory) {
@@ -212,7 +226,8 @@ TEST(ForwardRefuses, ASecondThread) {
   model.materialize(at::kCPU);
   hsdp::ForwardScope scope(model.core());
   std::async(std::launch::async, [&] {
-    expect_error<dtensor::StateError>([&] { hsdp::ForwardScope other(model.core()); }, "another thread is inside a forward");
+    expect_error<dtensor::StateError>([&] { hsdp::ForwardScope other(model.core()); },
+                                      "another thread is inside a forward");
   }).get();
 }
 
@@ -225,7 +240,8 @@ TEST(ForwardRefuses, AViewThatIsReadOutside) {
     hsdp::ForwardScope scope(model.core());
     view = net->head->weight.t();
   }
-  expect_error<dtensor::StateError>([&] { (void)(view * 2); }, "a view of a sharded parameter is read outside a forward");
+  expect_error<dtensor::StateError>([&] { (void)(view * 2); },
+                                    "a view of a sharded parameter is read outside a forward");
 }
 
 TEST(ForwardRefuses, InPlaceChangesOfALeafWithGradModeOn) {
@@ -243,9 +259,9 @@ TEST(ForwardRefuses, ReturningGradientsOfParameters) {
   auto model = hsdp::fully_shard(net, {.mesh = offline_mesh(1, 0)});
   model.materialize(at::kCPU);
   auto loss = model->forward(torch::ones({1, 4})).sum();
-  expect_error<dtensor::NotSupportedError>([&] { torch::autograd::grad({loss}, {net->head->weight}); },
-                                           "[autograd::grad] asked for the gradient of sharded parameter \"head.weight\"",
-                                           "read p.grad()");
+  expect_error<dtensor::NotSupportedError>(
+      [&] { torch::autograd::grad({loss}, {net->head->weight}); },
+      "[autograd::grad] asked for the gradient of sharded parameter \"head.weight\"", "read p.grad()");
 }
 
 TEST(ForwardRefuses, BackwardAfterTheWeightsChanged) {
@@ -257,8 +273,8 @@ TEST(ForwardRefuses, BackwardAfterTheWeightsChanged) {
     torch::NoGradGuard no_grad;
     net->head->weight.mul_(2);
   }
-  expect_error<dtensor::StateError>([&] { loss.backward(); }, "parameter \"head.weight\"", "modified by an inplace operation",
-                                    "run backward before optimizer.step()");
+  expect_error<dtensor::StateError>([&] { loss.backward(); }, "parameter \"head.weight\"",
+                                    "modified by an inplace operation", "run backward before optimizer.step()");
 }
 
 TEST(ScopeProxy, KeepsTheScopeForTheFullExpression) {

@@ -23,9 +23,9 @@ TEST(LibtorchContract, Version) {
 }
 
 TEST(LibtorchContract, OurKeyRunsAboveAutogradAutocastAndTheBackends) {
-  for (auto below : {DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA, DispatchKey::ADInplaceOrView, DispatchKey::CPU,
-                     DispatchKey::CUDA, DispatchKey::Meta, DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA,
-                     DispatchKey::AutogradPrivateUse1}) {
+  for (auto below : {DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA, DispatchKey::ADInplaceOrView,
+                     DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::Meta, DispatchKey::AutocastCPU,
+                     DispatchKey::AutocastCUDA, DispatchKey::AutogradPrivateUse1}) {
     const auto keys = DispatchKeySet(dtensor::kDTensorKey) | DispatchKeySet(below);
     EXPECT_EQ(keys.highestPriorityTypeId(), dtensor::kDTensorKey) << c10::toString(below);
   }
@@ -41,10 +41,10 @@ TEST(LibtorchContract, NoOperatorOfLibtorchHasAKernelForOurKey) {
 }
 
 TEST(LibtorchContract, PointwiseTagsAreThere) {
-  const std::vector<c10::OperatorName> names{{"aten::add", "Tensor"},   {"aten::add", "Scalar"}, {"aten::mul_", "Tensor"},
-                                             {"aten::addcmul_", ""},    {"aten::sqrt", ""},      {"aten::addcdiv_", ""},
-                                             {"aten::where", "self"},   {"aten::abs", ""},       {"aten::lerp_", "Scalar"},
-                                             {"aten::div", "Tensor"},   {"aten::clamp", ""},     {"aten::pow", "Tensor_Scalar"}};
+  const std::vector<c10::OperatorName> names{
+      {"aten::add", "Tensor"},   {"aten::add", "Scalar"}, {"aten::mul_", "Tensor"}, {"aten::addcmul_", ""},
+      {"aten::sqrt", ""},        {"aten::addcdiv_", ""},  {"aten::where", "self"},  {"aten::abs", ""},
+      {"aten::lerp_", "Scalar"}, {"aten::div", "Tensor"}, {"aten::clamp", ""},      {"aten::pow", "Tensor_Scalar"}};
   for (auto& name : names) {
     auto op = c10::Dispatcher::singleton().findSchema(name);
     ASSERT_TRUE(op) << name;

@@ -10,7 +10,7 @@
 
 #include "dtensor/dtensor_impl.h"
 #include "dtensor/error.h"
-#include "hsdp/tape.h"
+#include "hsdp/construction/tape.h"
 #include "tests/testing/expect.h"
 #include "tests/testing/materialize.h"
 
@@ -133,15 +133,24 @@ TEST(MetaInit, OrdinaryTensorsTrain) {
 
 // ---- what is restored ----
 
-TEST(MetaInit, LeavesTheGeneratorAlone) {
+TEST(MetaInit, LeavesTheGeneratorAtAStateOfItsOwnThatTheEntryDecides) {
+  const auto state_after = [](uint64_t seed) {
+    torch::manual_seed(seed);
+    torch::rand({7});
+    meta_init([] { return Net(10); });
+    return default_generator().get_state();
+  };
   torch::manual_seed(3);
   torch::rand({7});
   const auto before = default_generator().get_state();
-  meta_init([] {
-    torch::manual_seed(11);
-    return Net(10);
-  });
-  EXPECT_TRUE(torch::equal(default_generator().get_state(), before));
+  EXPECT_FALSE(torch::equal(state_after(3), before)) << "a second construction would repeat the numbers of the first";
+  EXPECT_TRUE(torch::equal(state_after(3), state_after(3)));
+  EXPECT_FALSE(torch::equal(state_after(3), state_after(4)));
+  // Nothing drawn, nothing changed.
+  torch::manual_seed(3);
+  const auto untouched = default_generator().get_state();
+  meta_init([] { return torch::ones({3}); });
+  EXPECT_TRUE(torch::equal(default_generator().get_state(), untouched));
 }
 
 TEST(MetaInit, ExceptionsPassThroughAndLeaveNothingBehind) {

@@ -1,4 +1,4 @@
-#include "hsdp/replay.h"
+#include "hsdp/construction/replay.h"
 
 #include <gtest/gtest.h>
 #include <malloc.h>
@@ -9,8 +9,8 @@
 #include <stdexcept>
 #include <vector>
 
+#include "hsdp/construction/tape.h"
 #include "hsdp/meta_init.h"
-#include "hsdp/tape.h"
 
 namespace {
 

@@ -181,17 +181,34 @@ TEST_P(ResetRefuses, AndChangesNothing) {
 
 INSTANTIATE_TEST_SUITE_P(
     All, ResetRefuses,
-    ::testing::Values(
-        Refusal{"Size", [](ShardedOne&) { return torch::zeros({3}); }, {"sizes [3]", "expected [2, 3]"}},
-        Refusal{"GlobalSize", [](ShardedOne&) { return torch::zeros({5, 3}); }, {"sizes [5, 3]", "expected [2, 3]"}},
-        Refusal{"Dtype", [](ShardedOne&) { return torch::zeros({2, 3}, torch::kFloat64); }, {"dtype Double", "expected Float"}},
-        Refusal{"HeldElsewhere", [](ShardedOne&) { return torch::zeros({2, 3}); }, {"1 other holders", "clone()"}},
-        Refusal{"Layout",
-                [](ShardedOne& one) {
-                  return DTensor::from_local(torch::zeros({2, 3}), one.model.core()->mesh(), {dtensor::Replicate()}).tensor();
-                },
-                {"Replicate()", "expected", "Shard(0)"}},
-        Refusal{"Sparse", [](ShardedOne&) { return torch::zeros({2, 3}).to_sparse(); }, {"Sparse", "dense"}}),
+    ::testing::Values(Refusal{"Size", [](ShardedOne&) { return torch::zeros({3}); }, {"sizes [3]", "expected [2, 3]"}},
+                      Refusal{"GlobalSize",
+                              [](ShardedOne&) {
+                                return torch::zeros({5, 3});
+                              },
+                              {"sizes [5, 3]", "expected [2, 3]"}},
+                      Refusal{"Dtype",
+                              [](ShardedOne&) {
+                                return torch::zeros({2, 3}, torch::kFloat64);
+                              },
+                              {"dtype Double", "expected Float"}},
+                      Refusal{"HeldElsewhere",
+                              [](ShardedOne&) {
+                                return torch::zeros({2, 3});
+                              },
+                              {"1 other holders", "clone()"}},
+                      Refusal{"Layout",
+                              [](ShardedOne& one) {
+                                return DTensor::from_local(torch::zeros({2, 3}), one.model.core()->mesh(),
+                                                           {dtensor::Replicate()})
+                                    .tensor();
+                              },
+                              {"Replicate()", "expected", "Shard(0)"}},
+                      Refusal{"Sparse",
+                              [](ShardedOne&) {
+                                return torch::zeros({2, 3}).to_sparse();
+                              },
+                              {"Sparse", "dense"}}),
     [](const auto& which) { return which.param.name; });
 
 TEST(ResetShardedParam, RefusesOneOfTwoParametersAndLeavesBoth) {
@@ -229,7 +246,8 @@ TEST(ResetShardedParam, RefusesTiedSlotsThatDisagree) {
   auto& slots = hsdp::ModuleAccess::parameters(*net);
   EXPECT_TRUE(slots["a"].is_same(slots["b"]));
   slots["b"] = torch::zeros({2});
-  expect_error<dtensor::ValueError>([&] { model.reset_sharded_param(); }, "tied parameter", "\"a\"", "\"b\"", "assign both");
+  expect_error<dtensor::ValueError>([&] { model.reset_sharded_param(); }, "tied parameter", "\"a\"", "\"b\"",
+                                    "assign both");
 }
 
 }  // namespace

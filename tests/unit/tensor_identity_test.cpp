@@ -1,4 +1,5 @@
-// The seven measured conclusions about how the Python system builds and repairs its DTensors, each as a test of this one.
+// The seven measured conclusions about how the Python system builds and repairs its DTensors, each as a test of this
+// one.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -10,8 +11,8 @@ namespace {
 
 using namespace testing_support;
 using dtensor::DTensor;
-using dtensor::Inspection;
 using dtensor::inspect;
+using dtensor::Inspection;
 
 DTensor sharded(const at::Tensor& local) { return DTensor::from_local(local, offline_mesh(2, 0), {dtensor::Shard(0)}); }
 

@@ -13,11 +13,22 @@ namespace {
 using namespace testing_support;
 using dtensor::DTensor;
 
+// A row of a gather: 6 parameter elements, then 24 bytes that say what is gathered and are the same on all ranks.
+constexpr int64_t kRow = 6 + 24 / 4;
+
+at::Tensor zero_parameters(int64_t, const at::Tensor& own) {
+  auto row = own.clone();
+  if (row.numel() == kRow) row.narrow(0, 0, 6).zero_();
+  return row;
+}
+
 /// One parameter (5, 3) over 4 ranks (rows 2, 2, 1, 0), seen by one rank; the others hold zeros.
 struct Played {
-  explicit Played(int64_t rank, FakeCommunicator::Contribution contribution = nullptr)
+  explicit Played(int64_t rank, FakeCommunicator::Contribution contribution = zero_parameters)
       : communicator(std::make_shared<FakeCommunicator>(rank, 4, false, std::move(contribution))),
-        net(hsdp::meta_init([] { return OneParameter(torch::IntArrayRef{5, 3}); })),
+        net(hsdp::meta_init([] {
+          return OneParameter(torch::IntArrayRef{5, 3});
+        })),
         model(hsdp::fully_shard(net, {.mesh = dtensor::DeviceMesh::from_communicator(at::kCPU, communicator, "shard"),
                                       .reshard_after_forward = true})) {
     model.to_empty(at::kCPU);
@@ -46,7 +57,7 @@ TEST_P(Rank, UnshardedHasTheLogicalShapeAndHidesThePadding) {
   ASSERT_EQ(played.communicator->calls().size(), 1u);
   EXPECT_EQ(played.communicator->calls()[0].operation, "all_gather");
   EXPECT_EQ(played.communicator->calls()[0].subject, "root");
-  EXPECT_EQ(played.communicator->calls()[0].numel, 4 * 2 * 3);
+  EXPECT_EQ(played.communicator->calls()[0].numel, 4 * kRow);
 }
 
 TEST_P(Rank, GradientsArePaddedReducedAveragedAndAccumulated) {
@@ -137,10 +148,72 @@ TEST(KeptUnits, AreGatheredAgainWhenTheirShardsChange) {
   EXPECT_EQ(sum(), 18);
   net->weight.data().fill_(4);
   EXPECT_EQ(sum(), 24);
-  auto alias = DTensor(net->weight).to_local();
-  EXPECT_EQ(sum(), 24);
-  alias.data_ptr<float>()[0] = 5;
-  EXPECT_EQ(sum(), 25);
+  DTensor(net->weight).to_local()[0].fill_(5);
+  EXPECT_EQ(sum(), 27);
+}
+
+TEST(KeptUnits, SeeAnOptimizerThatWritesThroughData) {
+  Played played(0);
+  auto net = hsdp::meta_init([] { return OneParameter(torch::IntArrayRef{5, 3}); });
+  auto kept = hsdp::fully_shard(net, {.mesh = played.model.core()->mesh(), .reshard_after_forward = false});
+  kept.to_empty(at::kCPU);
+  {
+    torch::NoGradGuard no_grad;
+    net->weight.fill_(2);
+  }
+  auto alive = kept->forward(torch::ones({5, 3}));
+  net->weight.data().fill_(3);  // as torch::optim::SGD does, with a version counter of its own
+  EXPECT_EQ(kept->forward(torch::ones({5, 3})).sum().item<float>(), 18);
+  auto x = torch::ones({5, 3}).set_requires_grad(true);
+  auto loss = kept->forward(x).sum();
+  net->weight.data().fill_(4);
+  expect_error<dtensor::StateError>([&] { loss.backward(); }, "modified by an inplace operation");
+}
+
+TEST(Signatures, OfRanksThatGatherSomethingElseAreCompared) {
+  Played played(1, [](int64_t rank, const at::Tensor& own) {
+    auto row = own.clone();
+    if (rank == 2 && row.numel() == kRow) row.view(torch::kByte)[24].bitwise_xor_(1);
+    return row;
+  });
+  torch::NoGradGuard no_grad;
+  expect_error<dtensor::CommunicationError>([&] { played.model->forward(torch::ones({5, 3})); },
+                                            "[all_gather] rank 1 gathers unit \"root\" as collective 1, rank 2",
+                                            "every rank must call it");
+  EXPECT_FALSE(played.unit().is_gathered());
+}
+
+TEST(RawPointers, OfAForwardStayValidAndTheirWritesReachTheShard) {
+  Played played(1);
+  torch::NoGradGuard no_grad;
+  {
+    hsdp::ForwardScope scope(played.model.core());
+    played.net->weight.data_ptr<float>()[6] = 42;
+  }
+  auto expected = torch::full({2, 3}, 2.f);
+  expected[0][0] = 42;
+  EXPECT_TRUE(torch::equal(DTensor(played.net->weight).to_local(), expected));
+}
+
+TEST(Lifetime, AViewOfAWeightThatOutlivesTheModelIsRefused) {
+  at::Tensor view;
+  {
+    Played played(1);
+    hsdp::ForwardScope scope(played.model.core());
+    view = played.net->weight.detach().t();
+  }
+  EXPECT_THROW(view.sum().item<float>(), std::exception);
+}
+
+TEST(Lifetime, BackwardRunsAfterTheModelIsGone) {
+  torch::Tensor loss, weight;
+  {
+    Played played(1);
+    weight = played.net->weight;
+    loss = played.model->forward(torch::ones({5, 3}).set_requires_grad(true)).sum();
+  }
+  loss.backward();
+  EXPECT_TRUE(weight.grad().defined());
 }
 
 TEST(WriteBack, OfWhatAForwardWroteReachesTheShard) {
@@ -160,8 +233,8 @@ TEST(Gradients, ThatAreNotDTensorsAreRefused) {
   Played played(0);
   played.net->weight.mutable_grad() = torch::zeros({5, 3});
   auto loss = played.model->forward(torch::ones({5, 3})).sum();
-  expect_error<dtensor::StateError>([&] { loss.backward(); }, "[backward] parameter \"weight\" has a gradient that is plain",
-                                    "zero_grad()");
+  expect_error<dtensor::StateError>([&] { loss.backward(); },
+                                    "[backward] parameter \"weight\" has a gradient that is plain", "zero_grad()");
 }
 
 }  // namespace

@@ -28,12 +28,3 @@ function(hsdp_select_sources list)
   endforeach()
   set(${list} "${selected}" PARENT_SCOPE)
 endfunction()
-
-# Gives the list variable `list` an empty file when it has none, so that a folder without sources still configures.
-function(hsdp_never_empty list)
-  if(NOT ${list})
-    set(empty "${CMAKE_CURRENT_BINARY_DIR}/empty.cpp")
-    file(TOUCH "${empty}")
-    set(${list} "${empty}" PARENT_SCOPE)
-  endif()
-endfunction()

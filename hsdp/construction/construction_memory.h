@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "dtensor/dtensor_impl.h"
-#include "hsdp/tape.h"
+#include "hsdp/construction/tape.h"
 
 namespace hsdp {
 

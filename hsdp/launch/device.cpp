@@ -1,8 +1,8 @@
-#include "hsdp/device.h"
+#include "hsdp/launch/device.h"
 
 #include <sys/resource.h>
 
-#include "hsdp/device_memory.h"
+#include "hsdp/launch/device_memory.h"
 
 namespace hsdp {
 

@@ -1,8 +1,8 @@
-#include "hsdp/job_seed.h"
-
-#include <mutex>
+#include "hsdp/launch/job_seed.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+
+#include <mutex>
 
 namespace hsdp {
 namespace {

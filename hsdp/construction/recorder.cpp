@@ -1,4 +1,4 @@
-#include "hsdp/recorder.h"
+#include "hsdp/construction/recorder.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/enum_tag.h>
@@ -12,8 +12,8 @@
 
 #include "dtensor/error.h"
 #include "dtensor/operator_call.h"
-#include "hsdp/operator_traits.h"
-#include "hsdp/recorded_call.h"
+#include "hsdp/construction/operator_traits.h"
+#include "hsdp/construction/recorded_call.h"
 
 namespace hsdp {
 

@@ -1,4 +1,4 @@
-#include "hsdp/tape.h"
+#include "hsdp/construction/tape.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "dtensor/dtensor_impl.h"
-#include "hsdp/construction_memory.h"
+#include "hsdp/construction/construction_memory.h"
 
 namespace hsdp {
 

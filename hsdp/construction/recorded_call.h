@@ -11,9 +11,9 @@
 
 #include "dtensor/dtensor_impl.h"
 #include "dtensor/operator_call.h"
-#include "hsdp/construction_memory.h"
-#include "hsdp/operator_traits.h"
-#include "hsdp/tape.h"
+#include "hsdp/construction/construction_memory.h"
+#include "hsdp/construction/operator_traits.h"
+#include "hsdp/construction/tape.h"
 
 namespace hsdp {
 

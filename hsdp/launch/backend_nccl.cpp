@@ -1,7 +1,7 @@
 // The one file that sees ProcessGroupNCCL.hpp.
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
-#include "hsdp/backend.h"
+#include "hsdp/launch/backend.h"
 
 namespace hsdp {
 

@@ -87,8 +87,17 @@ class Tape {
   /// have one id: aliases by data() and set_data().
   std::vector<LiveValue> live() const;
 
-  /// State of the default CPU generator at the start of construction.
+  /// State of the default CPU generator when construction started: its true start, unless there is a predecessor.
   const at::Tensor& generator_state() const { return generator_state_; }
+  /// The construction after which this one started while its numbers were not drawn yet: this one's start is its end.
+  const std::shared_ptr<Tape>& predecessor() const { return predecessor_; }
+  /// What stands on the generator since the end of construction for the state that drawing would have led to; undefined
+  /// when nothing was drawn. See ConstructionScope.
+  const at::Tensor& exit_marker() const { return exit_marker_; }
+  bool draws() const { return !draws_.empty(); }
+  /// State of the generator after the construction, once a replay has found it out.
+  const at::Tensor& end_state() const { return end_state_; }
+  void set_end_state(at::Tensor state) const { end_state_ = std::move(state); }
   const std::vector<Item>& items() const { return items_; }
   GroupId group_of(ValueId value) const { return values_[value].group; }
   size_t value_count() const { return values_.size(); }
@@ -99,6 +108,8 @@ class Tape {
   std::vector<uint32_t> slice(std::span<const ValueId> wanted, bool draws) const;
 
   // ---- recording ----
+  void set_predecessor(std::shared_ptr<Tape> tape) { predecessor_ = std::move(tape); }
+  void set_exit_marker(at::Tensor state) { exit_marker_ = std::move(state); }
   GroupId new_group();
   /// A value that the next item pushed creates.
   ValueId new_value(GroupId group);
@@ -114,7 +125,9 @@ class Tape {
     GroupId group;
     uint32_t creator;
   };
-  at::Tensor generator_state_;
+  at::Tensor generator_state_, exit_marker_;
+  mutable at::Tensor end_state_;
+  std::shared_ptr<Tape> predecessor_;
   std::vector<Item> items_;
   std::vector<Value> values_;
   std::vector<std::vector<uint32_t>> groups_;  // items that make or write the memory

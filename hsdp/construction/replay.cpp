@@ -1,4 +1,4 @@
-#include "hsdp/replay.h"
+#include "hsdp/construction/replay.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/List.h>
@@ -14,7 +14,7 @@
 
 #include "dtensor/dtensor_impl.h"
 #include "dtensor/operator_call.h"
-#include "hsdp/operator_traits.h"
+#include "hsdp/construction/operator_traits.h"
 
 namespace hsdp {
 namespace {
@@ -197,12 +197,29 @@ class Player {
 
 }  // namespace
 
+namespace {
+
+// Plays from the true start of a construction and leaves the generator at its end. The construction before it is drawn
+// through first, if nobody has replayed it.
+void play(const Tape& tape, std::span<const ValueId> wanted, const ReplaySink& sink) {
+  if (const auto& before = tape.predecessor()) {
+    if (!before->end_state().defined()) play(*before, {}, [](ValueId, const at::Tensor&) {});
+    set_generator_state(before->end_state());
+  } else {
+    set_generator_state(tape.generator_state());
+  }
+  Player(tape, tape.slice(wanted, /*draws=*/true), wanted, sink).run();
+  tape.set_end_state(generator_state());
+}
+
+}  // namespace
+
 void replay(const Tape& tape, std::span<const ValueId> wanted, const ReplaySink& sink) {
   const auto former = generator_state();
   auto restore = c10::make_scope_exit([&] { set_generator_state(former); });
-  set_generator_state(tape.generator_state());
-  Player(tape, tape.slice(wanted, /*draws=*/true), wanted, sink).run();
-  restore.release();
+  play(tape, wanted, sink);
+  // Where the program has seeded or drawn since, that stands.
+  if (tape.exit_marker().defined() && former.equal(tape.exit_marker())) restore.release();
 }
 
 void evaluate(const Tape& tape, std::span<const ValueId> wanted, const ReplaySink& sink) {

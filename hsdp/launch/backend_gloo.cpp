@@ -2,7 +2,7 @@
 // distribution may be older: nothing here touches a Gloo type.
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
-#include "hsdp/backend.h"
+#include "hsdp/launch/backend.h"
 
 namespace hsdp {
 

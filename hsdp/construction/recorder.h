@@ -5,9 +5,9 @@
 #include <vector>
 
 #include "dtensor/dispatch.h"
-#include "hsdp/construction_memory.h"
-#include "hsdp/parked_generator.h"
-#include "hsdp/tape.h"
+#include "hsdp/construction/construction_memory.h"
+#include "hsdp/construction/parked_generator.h"
+#include "hsdp/construction/tape.h"
 
 namespace hsdp {
 
@@ -27,6 +27,8 @@ class Recorder final : public dtensor::OperatorInterceptor {
   bool intercept(const c10::OperatorHandle& op, torch::jit::Stack& stack) override;
   /// Ends construction: every tensor that is left becomes a meta tensor with a value on the tape.
   std::shared_ptr<Tape> finish();
+
+  const std::shared_ptr<Tape>& tape() const { return tape_; }
 
  private:
   void collect(RecordedCall& call);

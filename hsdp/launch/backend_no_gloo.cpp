@@ -1,7 +1,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "dtensor/error.h"
-#include "hsdp/backend.h"
+#include "hsdp/launch/backend.h"
 
 namespace hsdp {
 

@@ -5,7 +5,7 @@
 #include <functional>
 #include <span>
 
-#include "hsdp/tape.h"
+#include "hsdp/construction/tape.h"
 
 namespace hsdp {
 
@@ -17,7 +17,8 @@ using ReplaySink = std::function<void(ValueId value, const at::Tensor& full)>;
 /// `wanted` to `sink` once, as soon as no later operator touches its memory; everything else is dropped when it has
 /// been read for the last time, and what no wanted value depends on is not computed, except that every random number is
 /// drawn. The values are those of plain construction, bit for bit, and the default generator ends where plain
-/// construction would have left it. Can be repeated. If an operator or the sink throws, the generator is as it was
+/// construction would have left it, unless somebody seeded it or drew from it since construction: then it stays as it
+/// was. Can be repeated. If an operator or the sink throws, the generator is as it was
 /// before the call.
 void replay(const Tape& tape, std::span<const ValueId> wanted, const ReplaySink& sink);
 

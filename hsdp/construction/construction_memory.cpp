@@ -1,4 +1,4 @@
-#include "hsdp/construction_memory.h"
+#include "hsdp/construction/construction_memory.h"
 
 #include <ATen/ATen.h>
 
@@ -7,7 +7,7 @@
 #include <cstring>
 
 #include "dtensor/error.h"
-#include "hsdp/replay.h"
+#include "hsdp/construction/replay.h"
 
 namespace hsdp {
 namespace {

@@ -1,4 +1,4 @@
-#include "hsdp/launcher_env.h"
+#include "hsdp/launch/launcher_env.h"
 
 #include <charconv>
 #include <cstdlib>

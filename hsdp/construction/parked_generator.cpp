@@ -1,4 +1,4 @@
-#include "hsdp/parked_generator.h"
+#include "hsdp/construction/parked_generator.h"
 
 #include <ATen/ATen.h>
 

@@ -1,8 +1,8 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 
-#include "hsdp/device.h"
-#include "hsdp/device_memory.h"
+#include "hsdp/launch/device.h"
+#include "hsdp/launch/device_memory.h"
 
 namespace hsdp {
 

@@ -1,4 +1,4 @@
-#include "hsdp/operator_traits.h"
+#include "hsdp/construction/operator_traits.h"
 
 #include <ATen/core/enum_tag.h>
 #include <ATen/core/function_schema.h>
