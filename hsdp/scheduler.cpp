@@ -64,9 +64,7 @@ void Scheduler::enter_scope() {
   // Forwards with grad mode on and no backward must not let the plan grow for ever.
   if (backward_plan_.size() > 8 * units_.size() + 64) backward_plan_.clear();
   if (backward_task_ != -1) reset_iteration_state();  // A backward that threw never reached its end.
-  for (auto& unit : units_) {
-    unit->claim_accumulators();
-  }
+  for (auto& unit : units_) unit->claim_accumulators();
 }
 
 void Scheduler::leave_scope() noexcept {
@@ -215,7 +213,7 @@ void Scheduler::end_backward() {
     unit->merge_direct_gradients(indices, gradients);
     start_reduction(*unit, indices, std::move(gradients));
   }
-  finish_reductions(0);
+  finish_reductions();
   backward_task_ = -1;
   current_ = nullptr;
   backward_plan_.clear();
@@ -244,7 +242,7 @@ void Scheduler::reduce(Unit& unit, int64_t scope_token, std::vector<size_t> indi
 }
 
 void Scheduler::start_reduction(Unit& unit, const std::vector<size_t>& indices, std::vector<at::Tensor> gradients) {
-  finish_reductions(0);
+  finish_reductions();
   auto reduction = unit.start_reduction(indices, std::move(gradients));
   if (!reduction) return;
   note_collective(2, unit, reduction->indices);
@@ -273,8 +271,8 @@ void Scheduler::reduce_direct(Unit& unit, size_t index, const at::Tensor& gradie
   unit.add_direct_gradient(index, gradient);
 }
 
-void Scheduler::finish_reductions(size_t leave) {
-  while (reductions_.size() > leave) {
+void Scheduler::finish_reductions() {
+  while (!reductions_.empty()) {
     auto [unit, reduction] = std::move(reductions_.front());
     reductions_.pop_front();
     unit->finish_reduction(std::move(reduction));

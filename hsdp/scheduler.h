@@ -85,7 +85,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void start_reduction(Unit& unit, const std::vector<size_t>& indices, std::vector<at::Tensor> gradients);
   void join_backward();
   void end_backward();
-  void finish_reductions(size_t leave);
+  void finish_reductions();
   void free_unneeded(bool keep_kept);
 
   const torch::nn::Module* root_;
