@@ -167,7 +167,8 @@ Census take_census(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     auto owner = impl->owner();
     if (!owner) {
       census.companion = true;
-    } else if (!sharded_rules && !(like_factory && (impl->is_alias() || !at::GradMode::is_enabled())) && owner->readable()) {
+    } else if (!sharded_rules && !(like_factory && (impl->is_alias() || !at::GradMode::is_enabled())) &&
+               owner->readable()) {
       census.whole = true;
       census.managed = impl;
     }

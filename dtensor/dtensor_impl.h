@@ -91,7 +91,7 @@ class DTensorImpl final : public c10::TensorImpl {
   /// Name in messages: the fully qualified parameter name once a unit manages it.
   const std::string& name() const { return name_; }
   void set_name(std::string name);
-  /// `parameter "blocks.0.weight" (5, 3) [Shard(0)]`
+  /// `parameter "blocks.0.weight" of shape [5, 3] (Shard(0))`
   std::string describe() const;
 
   // ---- distributed: exchange ----

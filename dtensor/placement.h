@@ -21,11 +21,11 @@ class Placement {
   bool is_replicate() const { return kind_ == Kind::replicate; }
   bool is_partial() const { return kind_ == Kind::partial; }
 
-  /// Tensor dim of a Shard; asserts on other kinds.
+  /// Tensor dim of a Shard; throws ValueError for other kinds.
   int64_t dim() const;
-  /// Reduction of a Partial; asserts on other kinds.
+  /// Reduction of a Partial; throws ValueError for other kinds.
   ReduceOp op() const;
-  /// Exponent of a norm Partial (infinity is spelled ReduceOp::max); asserts on other kinds.
+  /// Exponent of a norm Partial (infinity is spelled ReduceOp::max); throws ValueError for other kinds.
   double norm_type() const;
 
   bool operator==(const Placement& other) const = default;

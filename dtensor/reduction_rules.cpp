@@ -36,8 +36,8 @@ at::Tensor reduce_extreme(const at::Tensor& values, ReduceOp extreme, Communicat
   auto both = at::cat({values.masked_fill(lost, neutral), lost.to(values.scalar_type()).mul(sign)});
   communicator.all_reduce(both, extreme, {"all_reduce", "norm"})->wait();
   const auto count = values.numel();
-  return both.narrow(0, 0, count).masked_fill(both.narrow(0, count, count).ne(0),
-                                              std::numeric_limits<double>::quiet_NaN());
+  return both.narrow(0, 0, count)
+      .masked_fill(both.narrow(0, count, count).ne(0), std::numeric_limits<double>::quiet_NaN());
 }
 
 Reduction reduction_of(const OperatorHandle& op, const Stack& stack, const DTensorImpl& impl) {

@@ -27,6 +27,25 @@ at::Tensor padded_full(const at::Tensor& gradient, const ShardedParameter& param
   return padded;
 }
 
+// Hooks are the user's code: they see DTensors, by the rules for sharded tensors.
+class UserCode {
+ public:
+  UserCode()
+      : keys_(c10::impl::tls_local_dispatch_key_set().included_,
+              c10::impl::tls_local_dispatch_key_set().excluded_.remove(dtensor::kDTensorKey)) {}
+
+ private:
+  c10::impl::ForceDispatchKeyGuard keys_;
+  dtensor::ShardedRulesGuard sharded_;
+};
+
+void run_post_accumulate_hook(const at::Tensor& parameter) {
+  auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter);
+  if (!hook) return;
+  const UserCode user;
+  (*hook)(parameter);
+}
+
 }  // namespace
 
 std::optional<Reduction> Unit::start_reduction(const std::vector<size_t>& indices, std::vector<at::Tensor> gradients) {
@@ -88,11 +107,7 @@ void Unit::land(size_t index, at::Tensor shard) {
   dtensor::dtensor_impl(gradient)->set_name(parameter.name() + ".grad");
   auto& hooks = torch::autograd::impl::hooks(parameter.tensor());
   if (!hooks.empty()) {
-    // Hooks are the user's code: they see DTensors, by the rules for sharded tensors.
-    c10::impl::ForceDispatchKeyGuard user(
-        c10::impl::tls_local_dispatch_key_set().included_,
-        c10::impl::tls_local_dispatch_key_set().excluded_.remove(dtensor::kDTensorKey));
-    dtensor::ShardedRulesGuard sharded;
+    const UserCode user;
     for (auto& hook : hooks) {
       gradient = (*hook)({gradient})[0];
       if (!dtensor::DTensor::is_dtensor(gradient) || !gradient.sizes().equals(layout.sizes())) {
@@ -105,7 +120,7 @@ void Unit::land(size_t index, at::Tensor shard) {
   auto& accumulated = parameter.tensor().mutable_grad();
   if (!accumulated.defined()) {
     accumulated = std::move(gradient);
-    return;
+    return run_post_accumulate_hook(parameter.tensor());
   }
   auto* existing = dtensor::distributed_impl(accumulated);
   if (existing == nullptr || !existing->layout() || !existing->layout()->same_distribution(layout)) {
@@ -115,6 +130,7 @@ void Unit::land(size_t index, at::Tensor shard) {
   }
   auto target = existing->local();
   target.add_(dtensor::distributed_impl(gradient)->local());
+  run_post_accumulate_hook(parameter.tensor());
 }
 
 void Unit::add_direct_gradient(size_t index, const at::Tensor& gradient) {

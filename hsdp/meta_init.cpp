@@ -1,11 +1,10 @@
 #include "hsdp/meta_init.h"
 
-#include <optional>
-
 #include <ATen/CPUGeneratorImpl.h>
 
 #include <cstring>
 #include <mutex>
+#include <optional>
 
 #include "dtensor/dispatch.h"
 #include "hsdp/construction/recorder.h"

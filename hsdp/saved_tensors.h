@@ -6,7 +6,8 @@ namespace hsdp {
 
 /// Makes libtorch's autograd engine keep references into units instead of gathered weights: whatever an operator saves
 /// for backward in a forward scope is packed (unit, geometry, generation) and gathered when backward unpacks it.
-/// Everything else is saved as usual, with torch's own version check kept. Idempotent; runs when the library is loaded.
+/// Everything else is saved as usual, with a version check of ours, since torch skips its own under hooks. Idempotent;
+/// runs when the library is loaded.
 void install_saved_tensor_engine();
 
 /// Counts scopes on this thread in which saved tensors are packed.

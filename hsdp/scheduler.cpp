@@ -151,7 +151,8 @@ void Scheduler::read_in_forward(Unit& unit) {
   order_.push_back(&unit);
   if (c10::GradMode::is_enabled()) backward_plan_.push_back({&unit, scope_token()});
   const auto next = order_.size();
-  if (prefetch_forward_ && former_order_.size() > next && former_order_[next - 1] == &unit) prefetch(former_order_[next]);
+  if (prefetch_forward_ && former_order_.size() > next && former_order_[next - 1] == &unit)
+    prefetch(former_order_[next]);
 }
 
 void Scheduler::read_in_backward(Unit& unit) {
@@ -230,7 +231,8 @@ void Scheduler::last_hold_released(Unit& unit) {
   unit.reshard();
 }
 
-void Scheduler::reduce(Unit& unit, int64_t scope_token, std::vector<size_t> indices, std::vector<at::Tensor> gradients) {
+void Scheduler::reduce(Unit& unit, int64_t scope_token, std::vector<size_t> indices,
+                       std::vector<at::Tensor> gradients) {
   std::lock_guard lock(mutex_);
   join_backward();
   keep_wanted(unit, indices, gradients);

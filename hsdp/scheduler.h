@@ -30,7 +30,7 @@ struct GatheredPeaks {
 /// Forward: the first read of a unit ends the forward of all units that are neither its ancestors nor its descendants,
 /// gathers it, and starts the next one in the order of the last forward. Backward: what is unpacked is gathered, and
 /// the unit before it in this iteration's forward is started; a unit is freed when no saved tensor needs it; its
-/// gradients are reduced when autograd has them all, at most one reduction in flight beside the one being started. At
+/// gradients are reduced when autograd has them all, one reduction in flight at a time. At
 /// the end of the outermost backward everything in flight is finished and freed.
 ///
 /// Threads: one thread owns a forward scope at a time; calls from autograd threads are serialised by a lock. All ranks
@@ -64,8 +64,8 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void reduce(Unit& unit, int64_t scope_token, std::vector<size_t> indices, std::vector<at::Tensor> gradients);
   void reduce_direct(Unit& unit, size_t index, const at::Tensor& gradient);
 
-  /// What this rank is about to gather, for comparison with the others: a hash over all gathers and reductions so far,
-  /// the unit's place in units(), and the number of collectives.
+  /// Counts this gather and says what it is, for comparison with the other ranks: a hash over all gathers and
+  /// reductions, the unit's place in units(), and the number of collectives.
   std::array<int64_t, 3> next_signature(const Unit& unit);
 
   const GatheredPeaks& peaks() const { return peaks_; }

@@ -177,7 +177,8 @@ std::shared_ptr<ShardedModule> ShardedModule::create(std::shared_ptr<torch::nn::
     for (auto& other : scheduler ? scheduler->units() : std::vector<std::shared_ptr<Unit>>()) {
       if (std::find(found.nested.begin(), found.nested.end(), other) != found.nested.end()) continue;
       raise<StateError>(kWhere, "unit \"", unit->name(), "\" belongs to another sharded module, which also has unit \"",
-                        other->name(), "\", expected parts that this module contains; a submodule can be shared by "
+                        other->name(),
+                        "\", expected parts that this module contains; a submodule can be shared by "
                         "sharding one module that contains both");
     }
     for (auto& parameter : unit->parameters()) sharded->add_tape(parameter.tape());
@@ -199,7 +200,8 @@ std::shared_ptr<ShardedModule> ShardedModule::create(std::shared_ptr<torch::nn::
             ", expected one made by meta_init; build the module as hsdp::meta_init([&] { return Net(...); })");
       }
       if (at::isComplexType(parameter.tensor.scalar_type())) {
-        raise<dtensor::NotSupportedError>(kWhere, "parameter \"", path, "\" is complex (", parameter.tensor.scalar_type(),
+        raise<dtensor::NotSupportedError>(kWhere, "parameter \"", path, "\" is complex (",
+                                          parameter.tensor.scalar_type(),
                                           "), expected a real dtype; register its real view");
       }
       if (parameter.tensor.dim() == 0) {
@@ -275,8 +277,7 @@ std::shared_ptr<ShardedModule> ShardedModule::create(std::shared_ptr<torch::nn::
     impl->set_owner(loose_owner, 0);
   }
   sharded->loose_owner_ = loose_owner;
-  sharded->units_ = fresh;
-  // Ranks gather in the order of reads, so the order of the list only shows in listings.
+  // A unit's place in this list is part of what ranks compare at each gather; it is the same on all.
   auto all = std::move(fresh);
   all.insert(all.end(), found.nested.begin(), found.nested.end());
   std::unordered_map<const Unit*, std::unordered_set<const torch::nn::Module*>> subtrees;
@@ -486,7 +487,8 @@ bool ShardedModule::check_values() const {
   }
   for (auto& parameter : module_->named_parameters()) {
     if (managed.count(parameter.value().unsafeGetTensorImpl()) != 0) continue;
-    raise<StateError>("forward", "parameter \"", parameter.key(), "\" was registered after fully_shard, expected all of them "
+    raise<StateError>("forward", "parameter \"", parameter.key(),
+                      "\" was registered after fully_shard, expected all of them "
                       "before it; register it in the module's constructor");
   }
   const auto names = tensors_without_values();

@@ -40,9 +40,18 @@ at::Tensor registered_tensor(const std::vector<ParameterSlot>& slots) {
   return registered;
 }
 
+// Neither the tensor nor its memory may be somebody else's as well. A DTensor holds its memory twice, as body and
+// local.
 void check_sole_owner(const at::Tensor& registered, const std::vector<ParameterSlot>& slots, const std::string& name) {
   // One handle a slot, one here.
   const auto expected = slots.size() + 1;
+  auto* other = dtensor::distributed_impl(registered);
+  const auto& memory = other != nullptr ? other->local() : registered;
+  if (memory.has_storage() && memory.storage().use_count() > (other != nullptr ? 2u : 1u)) {
+    raise<ValueError>(kReset, "parameter \"", name,
+                      "\": the memory of the tensor to adopt has other holders, expected none, "
+                      "because it would be shared; register a clone()");
+  }
   if (registered.use_count() <= expected) return;
   raise<ValueError>(kReset, "parameter \"", name, "\": the tensor to adopt has ", registered.use_count() - expected,
                     " other holders, expected none, because its memory would be shared; register a clone()");

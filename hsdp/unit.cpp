@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Logging.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -95,7 +96,8 @@ void Unit::forget_unsharded(Unsharded& unsharded) {
     if (shard_size() > 1) {
       // Views may outlive the unit; reading one must say so.
       storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
-          "[raw access] a view of unit \"" + name_ + "\" is read after its sharded module is gone, expected it alive; "
+          "[raw access] a view of unit \"" + name_ +
+          "\" is read after its sharded module is gone, expected it alive; "
           "copy what is needed longer with clone()");
     }
   }
@@ -202,10 +204,12 @@ void Unit::check_signatures() {
     const auto& units = scheduler->units();
     const auto index = table[other][1].item<int64_t>();
     dtensor::raise<dtensor::CommunicationError>(
-        "all_gather", "rank ", rank, " gathers unit \"", name_, "\" as collective ", own[2].item<int64_t>(), ", rank ", other,
-        " gathers ", index >= 0 && index < static_cast<int64_t>(units.size()) ? "unit \"" + units[index]->name() + "\"" : "another",
+        "all_gather", "rank ", rank, " gathers unit \"", name_, "\" as collective ", own[2].item<int64_t>(), ", rank ",
+        other, " gathers ",
+        index >= 0 && index < static_cast<int64_t>(units.size()) ? "unit \"" + units[index]->name() + "\"" : "another",
         " as collective ", table[other][2].item<int64_t>(),
-        " or had other units or parameters before, expected the same on all ranks; every rank must call it: run the same "
+        " or had other units or parameters before, expected the same on all ranks; every rank must call it: run the "
+        "same "
         "forwards and use the same parameters on all ranks");
   }
 }
@@ -220,7 +224,15 @@ void Unit::reshard() {
     gather_work_.reset();
   }
   if (state_ != State::sharded && shard_size() > 1) {
-    if (raw_accessed_ && state_ == State::gathered) keep_raw_writes();
+    if (raw_accessed_ && state_ == State::gathered) {
+      try {
+        keep_raw_writes();
+      } catch (const std::exception& error) {
+        // Scopes end in destructors; the memory goes all the same.
+        LOG(ERROR) << "hsdp: what was written into unit " << name_
+                   << " through a raw pointer is lost: " << error.what();
+      }
+    }
     for (auto& unsharded : unsharded_) free_memory(unsharded.flat);
   }
   raw_accessed_ = false;
@@ -228,7 +240,8 @@ void Unit::reshard() {
   read_since_gather_ = false;
 }
 
-// What was written into whole parameters through a raw pointer is not seen by dispatch; this rank's part goes to the shard.
+// What was written into whole parameters through a raw pointer is not seen by dispatch; this rank's part goes to the
+// shard.
 void Unit::keep_raw_writes() {
   Below below(dtensor::kDTensorKey);
   at::NoGradGuard no_grad;
@@ -264,8 +277,8 @@ void Unit::connect(int64_t scope_token) {
     indices.push_back(i);
     edges.push_back(torch::autograd::impl::gradient_edge(tensor));
   }
-  auto node = std::shared_ptr<UnitBackward>(new UnitBackward(shared_from_this(), indices, scope_token, std::move(edges)),
-                                            torch::autograd::deleteNode);
+  auto node = std::shared_ptr<UnitBackward>(
+      new UnitBackward(shared_from_this(), indices, scope_token, std::move(edges)), torch::autograd::deleteNode);
   for (auto i : indices) {
     at::Tensor connected;
     {

@@ -32,8 +32,9 @@ struct Reduction {
 ///
 /// The unsharded tensors keep one StorageImpl each whose bytes go to zero and back, so views taken of them stay valid
 /// handles; dispatch finds the unit by that StorageImpl. Who decides when to gather and to free is the Scheduler; a
-/// unit only knows how. Ownership: shared by the sharded module, autograd nodes and saved-tensor handles. Threads: all
-/// calls under the scheduler's lock, except hold()/holds().
+/// unit only knows how. Ownership: shared by the sharded module, autograd nodes and saved-tensor handles. Threads:
+/// the scheduler's lock serialises gathering, freeing and reducing; pins and writes come from the thread that runs the
+/// operator; holds have a lock of their own.
 class Unit final : public dtensor::ParameterOwner, public std::enable_shared_from_this<Unit> {
  public:
   Unit(std::string name, const torch::nn::Module* module, std::vector<ShardedParameter> parameters,
@@ -91,8 +92,8 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
   bool has_pins() const { return pins_ > 0; }
 
   // ---- what backward needs ----
-  /// A saved tensor that lives in this unit, saved in the scope of `scope_token`. In backward the unit is freed when the
-  /// last one of a scope is gone: what an output of another scope still holds must not make ranks differ.
+  /// A saved tensor that lives in this unit, saved in the scope of `scope_token`. In backward the unit is freed when
+  /// the last one of a scope is gone: what an output of another scope still holds must not make ranks differ.
   class Hold {
    public:
     Hold(std::shared_ptr<Unit> unit, int64_t scope_token);

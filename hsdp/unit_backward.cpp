@@ -1,8 +1,8 @@
 #include "hsdp/unit_backward.h"
 
-#include <utility>
-
 #include <ATen/core/grad_mode.h>
+
+#include <utility>
 
 #include "dtensor/error.h"
 #include "hsdp/scheduler.h"
@@ -51,7 +51,8 @@ variable_list ParameterAccumulator::apply(variable_list&& gradients) {
   auto unit = unit_.lock();
   auto scheduler = unit ? unit->scheduler() : nullptr;
   if (!scheduler) {
-    dtensor::raise<dtensor::StateError>("backward", "a gradient arrives at a sharded parameter whose module is gone, expected "
+    dtensor::raise<dtensor::StateError>("backward",
+                                        "a gradient arrives at a sharded parameter whose module is gone, expected "
                                         "the result of fully_shard to live until backward has run");
   }
   refuse_second_order(*unit, gradients);

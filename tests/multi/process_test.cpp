@@ -110,7 +110,7 @@ TEST(LeftoversOfARun, AreNamed) {
   shm_unlink(name.c_str());
 
   // An orphan in a session of its own, where the end of the group does not reach it.
-  const auto result = run_process(shell("setsid sleep 60 >/dev/null 2>&1 & echo $!"));
+  const auto result = run_process(shell("setsid --wait sh -c 'sleep 60 >/dev/null 2>&1 & echo $!'; :"));
   EXPECT_EQ(leftovers.describe(), "a child process still runs\n");
   const pid_t orphan = std::stoi(result.out);
   kill(orphan, SIGKILL);

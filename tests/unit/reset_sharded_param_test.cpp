@@ -181,34 +181,61 @@ TEST_P(ResetRefuses, AndChangesNothing) {
 
 INSTANTIATE_TEST_SUITE_P(
     All, ResetRefuses,
-    ::testing::Values(Refusal{"Size", [](ShardedOne&) { return torch::zeros({3}); }, {"sizes [3]", "expected [2, 3]"}},
-                      Refusal{"GlobalSize",
-                              [](ShardedOne&) {
-                                return torch::zeros({5, 3});
-                              },
-                              {"sizes [5, 3]", "expected [2, 3]"}},
-                      Refusal{"Dtype",
-                              [](ShardedOne&) {
-                                return torch::zeros({2, 3}, torch::kFloat64);
-                              },
-                              {"dtype Double", "expected Float"}},
-                      Refusal{"HeldElsewhere",
-                              [](ShardedOne&) {
-                                return torch::zeros({2, 3});
-                              },
-                              {"1 other holders", "clone()"}},
-                      Refusal{"Layout",
-                              [](ShardedOne& one) {
-                                return DTensor::from_local(torch::zeros({2, 3}), one.model.core()->mesh(),
-                                                           {dtensor::Replicate()})
-                                    .tensor();
-                              },
-                              {"Replicate()", "expected", "Shard(0)"}},
-                      Refusal{"Sparse",
-                              [](ShardedOne&) {
-                                return torch::zeros({2, 3}).to_sparse();
-                              },
-                              {"Sparse", "dense"}}),
+    ::testing::Values(
+        Refusal{"Size", [](ShardedOne&) { return torch::zeros({3}); }, {"sizes [3]", "expected [2, 3]"}},
+        Refusal{"GlobalSize",
+                [](ShardedOne&) {
+                  return torch::zeros({5, 3});
+                },
+                {"sizes [5, 3]", "expected [2, 3]"}},
+        Refusal{"Dtype",
+                [](ShardedOne&) {
+                  return torch::zeros({2, 3}, torch::kFloat64);
+                },
+                {"dtype Double", "expected Float"}},
+        Refusal{"HeldElsewhere",
+                [](ShardedOne&) {
+                  return torch::zeros({2, 3});
+                },
+                {"1 other holders", "clone()"}},
+        Refusal{"MemoryHeldByAnAlias",
+                [](ShardedOne&) {
+                  static at::Tensor held;
+                  held = torch::zeros({2, 3});
+                  return held.detach();
+                },
+                {"the memory of the tensor to adopt has other holders", "clone()"}},
+        Refusal{"MemoryOfALargerTensor",
+                [](ShardedOne&) {
+                  static at::Tensor large;
+                  large = torch::zeros({4, 3});
+                  return large.narrow(0, 2, 2);
+                },
+                {"the memory of the tensor to adopt has other holders"}},
+        Refusal{"MemoryOfADTensorHeldElsewhere",
+                [](ShardedOne& one) {
+                  static at::Tensor held;
+                  held = torch::zeros({2, 3});
+                  return DTensor::from_local(held, one.model.core()->mesh(), {dtensor::Shard(0)}, {{5, 3}}).tensor();
+                },
+                {"the memory of the tensor to adopt has other holders"}},
+        Refusal{"AnotherMesh",
+                [](ShardedOne&) {
+                  return DTensor::from_local(torch::zeros({2, 3}), offline_mesh(2, 1), {dtensor::Shard(0)}, {{5, 3}})
+                      .tensor();
+                },
+                {"expected", "Shard(0)", "redistribute it first"}},
+        Refusal{"Layout",
+                [](ShardedOne& one) {
+                  return DTensor::from_local(torch::zeros({2, 3}), one.model.core()->mesh(), {dtensor::Replicate()})
+                      .tensor();
+                },
+                {"Replicate()", "expected", "Shard(0)"}},
+        Refusal{"Sparse",
+                [](ShardedOne&) {
+                  return torch::zeros({2, 3}).to_sparse();
+                },
+                {"Sparse", "dense"}}),
     [](const auto& which) { return which.param.name; });
 
 TEST(ResetShardedParam, RefusesOneOfTwoParametersAndLeavesBoth) {

@@ -177,9 +177,11 @@ TEST(Signatures, OfRanksThatGatherSomethingElseAreCompared) {
     return row;
   });
   torch::NoGradGuard no_grad;
-  expect_error<dtensor::CommunicationError>([&] { played.model->forward(torch::ones({5, 3})); },
-                                            "[all_gather] rank 1 gathers unit \"root\" as collective 1, rank 2",
-                                            "every rank must call it");
+  expect_error<dtensor::CommunicationError>(
+      [&] {
+        played.model->forward(torch::ones({5, 3}));
+      },
+      "[all_gather] rank 1 gathers unit \"root\" as collective 1, rank 2", "every rank must call it");
   EXPECT_FALSE(played.unit().is_gathered());
 }
 
@@ -227,6 +229,24 @@ TEST(WriteBack, OfWhatAForwardWroteReachesTheShard) {
   auto expected = torch::full({2, 3}, 1.5);
   expected[0] *= 10;
   EXPECT_TRUE(torch::equal(DTensor(played.net->weight).to_local(), expected));
+}
+
+TEST(Gradients, PostAccumulateHooksRunOnTheReducedGradient) {
+  struct Hook : torch::autograd::PostAccumulateGradHook {
+    explicit Hook(std::vector<double>& seen) : sums(seen) {}
+    void operator()(const torch::autograd::Variable& parameter) override {
+      EXPECT_TRUE(DTensor::is_dtensor(parameter.grad()));
+      sums.push_back(DTensor(parameter.grad()).to_local().sum().item<double>());
+      torch::NoGradGuard no_grad;
+      parameter.mutable_grad().mul_(2);  // by the rules for sharded tensors
+    }
+    std::vector<double>& sums;
+  };
+  Played played(0, [](int64_t, const at::Tensor& own) { return own.clone(); });
+  std::vector<double> sums;
+  torch::autograd::impl::set_post_acc_grad_hooks(played.net->weight, std::make_unique<Hook>(sums));
+  for (int pass = 0; pass < 2; ++pass) played.model->forward(torch::ones({5, 3})).sum().backward();
+  EXPECT_EQ(sums, (std::vector<double>{6, 18}));
 }
 
 TEST(Gradients, ThatAreNotDTensorsAreRefused) {
