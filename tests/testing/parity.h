@@ -104,13 +104,18 @@ void expect_parity(RankContext& context, const ParityCase<Net>& c) {
     }
     const double mean = mean_over_ranks(loss.template item<double>(), environment);
     ASSERT_NEAR(mean, expected_loss.template item<double>(),
-                c.loss_tolerance * std::max(1.0, std::abs(expected_loss.template item<double>())))
+                c.loss_tolerance * std::abs(expected_loss.template item<double>()))
         << "loss at step " << step;
     ours->step();
     theirs->step();
     for (auto& parameter : model->named_parameters()) {
       const double difference = largest_difference(hsdp::unsharded(parameter.value()), expected[parameter.key()]);
       ASSERT_LE(difference, c.parameter_tolerance) << parameter.key() << " after step " << step;
+    }
+    for (auto& buffer : model->named_buffers()) {
+      const double difference = largest_difference(buffer.value().to(torch::kFloat64),
+                                                   expected_buffers[buffer.key()].to(torch::kFloat64));
+      ASSERT_LE(difference, c.parameter_tolerance) << "buffer " << buffer.key() << " after step " << step;
     }
   }
 }

@@ -104,6 +104,45 @@ TEST(LibtorchContract, GraphTaskIdTellsBackwardApart) {
   EXPECT_EQ(torch::autograd::get_current_graph_task_id(), -1);
 }
 
+TEST(LibtorchContract, BackwardTellsWhatItWantsAndCallsBackAtItsEnd) {
+  // Which parameters backward(inputs) wants, whether the graph is kept, and a callback when the pass is over.
+  bool kept = false, wanted = false, called = false;
+  auto x = torch::ones({2}).set_requires_grad(true);
+  auto y = x * 2;
+  y.register_hook([&](const at::Tensor&) {
+    kept = torch::autograd::get_current_graph_task_keep_graph();
+    const auto* info = torch::autograd::get_current_graph_task_exec_info();
+    auto found = info->find(torch::autograd::impl::try_get_grad_accumulator(x).get());
+    wanted = found != info->end() && found->second.should_execute();
+    torch::autograd::Engine::get_default_engine().queue_callback([&] { called = true; });
+  });
+  y.sum().backward({}, /*retain_graph=*/true, false, std::vector<torch::Tensor>{x});
+  EXPECT_TRUE(kept && wanted && called);
+}
+
+TEST(LibtorchContract, AStorageCanLoseItsMemoryAndSaySo) {
+  auto t = torch::ones({4});
+  auto* storage = t.storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
+  storage->set_nbytes(0);
+  EXPECT_EQ(t.storage().nbytes(), 0u);
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_("planted text");
+  try {
+    (void)t.storage().data();
+    ADD_FAILURE() << "was not refused";
+  } catch (const c10::Error& error) {
+    EXPECT_NE(std::string(error.what()).find("planted text"), std::string::npos) << error.what();
+  }
+}
+
+TEST(LibtorchContract, LeafHooksWaitInTheTensorForWhoeverAccumulates) {
+  auto x = torch::ones({2}).set_requires_grad(true);
+  x.register_hook([](const at::Tensor& gradient) { return gradient * 3; });
+  auto& hooks = torch::autograd::impl::hooks(x);
+  ASSERT_EQ(hooks.size(), 1u);
+  EXPECT_TRUE(torch::equal((*hooks[0])({torch::ones({2})})[0], torch::full({2}, 3.f)));
+}
+
 TEST(LibtorchContract, AGradAccumulatorOfOurOwnReceivesTheGradient) {
   struct Accumulator : torch::autograd::Node {
     torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
