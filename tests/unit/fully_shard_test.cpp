@@ -264,6 +264,47 @@ TEST(ForwardRefuses, ReturningGradientsOfParameters) {
       "[autograd::grad] asked for the gradient of sharded parameter \"head.weight\"", "read p.grad()");
 }
 
+TEST(ForwardRefuses, SecondOrderGradientsOfParameters) {
+  auto net = hsdp::meta_init([] { return Net(); });
+  auto model = hsdp::fully_shard(net, {.mesh = offline_mesh(1, 0)});
+  model.materialize(at::kCPU);
+  auto loss = model->forward(torch::ones({1, 4})).pow(2).sum();
+  expect_error<dtensor::NotSupportedError>([&] { loss.backward({}, true, /*create_graph=*/true); },
+                                           "[backward] create_graph=true for the parameters of unit \"root\"",
+                                           "torch::autograd::grad({y}, {x}");
+}
+
+TEST(ForwardRefuses, ParametersRegisteredAfterwards) {
+  auto net = hsdp::meta_init([] { return Net(); });
+  auto model = hsdp::fully_shard(net, {.mesh = offline_mesh(1, 0)});
+  model.materialize(at::kCPU);
+  net->register_parameter("late", torch::ones({2}));
+  expect_error<dtensor::StateError>(
+      [&] {
+        model->forward(torch::ones({1, 4}));
+      },
+      "parameter \"late\" was registered after fully_shard");
+}
+
+TEST(ForwardRefuses, SparseGradients) {
+  auto net = hsdp::meta_init([] { return torch::nn::Embedding(torch::nn::EmbeddingOptions(6, 2).sparse(true)); });
+  auto model = hsdp::fully_shard(net, {.mesh = offline_mesh(1, 0)});
+  model.materialize(at::kCPU);
+  auto loss = model->forward(torch::zeros({3}, torch::kLong)).sum();
+  expect_error<dtensor::NotSupportedError>(
+      [&] { loss.backward(); }, "[reduce_scatter] parameter \"weight\" received a Sparse", "expected a dense one");
+}
+
+TEST(Refuses, ComplexParameters) {
+  auto module = hsdp::meta_init([] {
+    auto made = std::make_shared<torch::nn::Module>();
+    made->register_parameter("w", torch::zeros({4}, torch::kComplexFloat));
+    return made;
+  });
+  expect_error<dtensor::NotSupportedError>([&] { hsdp::fully_shard(module, {.mesh = offline_mesh(2, 0)}); },
+                                           "parameter \"w\" is complex");
+}
+
 TEST(ForwardRefuses, BackwardAfterTheWeightsChanged) {
   auto net = hsdp::meta_init([] { return Net(); });
   auto model = hsdp::fully_shard(net, {.mesh = offline_mesh(1, 0)});
