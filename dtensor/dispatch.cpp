@@ -133,8 +133,8 @@ struct Census {
   bool deferred = false;     // made by meta_init, no values
   bool distributed = false;  // any distributed tensor
   bool whole = false;        // a managed parameter that may be read whole, or a view of a gathered one
-  const DTensorImpl* managed = nullptr;
-  bool companion = false;  // a distributed tensor that nobody manages (optimizer state, gradient)
+  bool managed = false;      // such a parameter itself
+  bool companion = false;    // a distributed tensor that nobody manages (optimizer state, gradient), scalars aside
 };
 
 Census take_census(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
@@ -166,33 +166,23 @@ Census take_census(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     census.distributed = true;
     auto owner = impl->owner();
     if (!owner) {
-      census.companion = true;
+      census.companion |= impl->dim() > 0;
     } else if (!sharded_rules && !(like_factory && (impl->is_alias() || !at::GradMode::is_enabled())) &&
                owner->readable()) {
       census.whole = true;
-      census.managed = impl;
+      census.managed = true;
     }
   });
   return census;
-}
-
-// Optimizers and averages that run inside a forward scope mix parameters with state of the same layout: those stay
-// sharded.
-bool mixes_with_companions(const c10::OperatorHandle& op, torch::jit::Stack& stack, const Census& census) {
-  if (!census.companion || census.managed == nullptr) return false;
-  bool mixed = false;
-  for_each_tensor(op, stack, [&](const at::Tensor& tensor) {
-    auto* impl = distributed_impl(tensor);
-    if (impl != nullptr && !impl->owner() && impl->dim() > 0) mixed = true;
-  });
-  return mixed;
 }
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard below(kDTensorKey);
   if (interceptor != nullptr && interceptor->intercept(op, *stack)) return;
   const auto census = take_census(op, *stack);
-  if (census.whole && !mixes_with_companions(op, *stack, census)) {
+  // Optimizers and averages that run inside a forward scope mix parameters with state of the same layout: those stay
+  // sharded.
+  if (census.whole && !(census.companion && census.managed)) {
     run_on_whole(op, *stack);
   } else if (census.distributed || census.deferred) {
     run_on_shards(op, *stack);

@@ -32,8 +32,6 @@ enum class Rule {
   copy,
   random,
   reduce,
-  host_read,
-  stack,
   metadata,
   refuse
 };
@@ -70,10 +68,6 @@ const std::unordered_map<std::string_view, Rule>& named_rules() {
       {"aten::amax", Rule::reduce},
       {"aten::amin", Rule::reduce},
       {"aten::_foreach_norm", Rule::reduce},
-      {"aten::item", Rule::host_read},
-      {"aten::_local_scalar_dense", Rule::host_read},
-      {"aten::is_nonzero", Rule::host_read},
-      {"aten::stack", Rule::stack},
       {"aten::zero_", Rule::elementwise},
       {"aten::fill_", Rule::elementwise},
       {"aten::_has_compatible_shallow_copy_type", Rule::metadata},
@@ -232,8 +226,6 @@ void run_on_shards(const OperatorHandle& op, Stack& stack) {
       return run_reduce(op, stack);
     case Rule::metadata:
       return run_metadata(op, stack);
-    case Rule::host_read:
-    case Rule::stack:
     case Rule::refuse:
       break;
   }

@@ -252,19 +252,20 @@ void Scheduler::start_reduction(Unit& unit, const std::vector<size_t>& indices, 
 }
 
 // Two ranks whose collectives differ in unit, parameters or order differ in this hash from then on.
-void Scheduler::note_collective(int64_t kind, const Unit& unit, const std::vector<size_t>& indices) {
+int64_t Scheduler::note_collective(int64_t kind, const Unit& unit, const std::vector<size_t>& indices) {
   const auto mix = [this](uint64_t value) { history_ = (history_ ^ value) * 1099511628211ull + (history_ >> 29); };
-  const auto place = std::find_if(units_.begin(), units_.end(), [&](const auto& one) { return one.get() == &unit; });
+  const int64_t place =
+      std::find_if(units_.begin(), units_.end(), [&](const auto& one) { return one.get() == &unit; }) - units_.begin();
   mix(static_cast<uint64_t>(kind));
-  mix(static_cast<uint64_t>(place - units_.begin()));
+  mix(static_cast<uint64_t>(place));
   for (auto index : indices) mix(index + 1);
   ++collectives_;
+  return place;
 }
 
 std::array<int64_t, 3> Scheduler::next_signature(const Unit& unit) {
-  note_collective(1, unit, {});
-  const auto place = std::find_if(units_.begin(), units_.end(), [&](const auto& one) { return one.get() == &unit; });
-  return {static_cast<int64_t>(history_), place - units_.begin(), collectives_};
+  const int64_t place = note_collective(1, unit, {});
+  return {static_cast<int64_t>(history_), place, collectives_};
 }
 
 void Scheduler::reduce_direct(Unit& unit, size_t index, const at::Tensor& gradient) {

@@ -81,7 +81,8 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void ensure_gathered(Unit& unit);
   void prefetch(Unit* unit);
   void start_gather(Unit& unit);
-  void note_collective(int64_t kind, const Unit& unit, const std::vector<size_t>& indices);
+  /// Returns the unit's place in units().
+  int64_t note_collective(int64_t kind, const Unit& unit, const std::vector<size_t>& indices);
   void start_reduction(Unit& unit, const std::vector<size_t>& indices, std::vector<at::Tensor> gradients);
   void join_backward();
   void end_backward();
