@@ -17,8 +17,8 @@
 #include "apps/metrics.h"
 #include "apps/trainer.h"
 #include "dtensor/error.h"
-#include "hsdp/launch/device.h"
 #include "hsdp/init.h"
+#include "hsdp/launch/device.h"
 #include "hsdp/launch/launcher_env.h"
 
 namespace {
@@ -57,7 +57,7 @@ hsdp::InitOptions init_options(const apps::CommConfig& comm) {
 apps::Config read_config(const Arguments& arguments) {
   apps::Config config = apps::read_config(arguments.config, arguments.overrides);
   // Found here rather than by init(), the ranks can still meet over another backend and tell it once.
-  if (config.comm.backend == apps::CommBackend::nccl && hsdp::cuda_device_count() == 0) {
+  if (config.comm.backend == apps::CommBackend::nccl && hsdp::device_count(c10::kCUDA) == 0) {
     dtensor::raise<dtensor::ValueError>("comm",
                                         "backend is nccl and no CUDA device is visible, expected one for each "
                                         "rank; set comm.backend to gloo or auto");

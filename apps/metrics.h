@@ -19,7 +19,7 @@ struct StepMetrics {
   double lr = 0.0;
   /// Over all ranks, since the step that was logged before.
   double tokens_per_second = 0.0;
-  /// Of the rank that uses most: allocator on CUDA, resident memory on CPU.
+  /// Of the rank that uses most: allocator of the device, or resident memory on the host.
   int64_t peak_memory_bytes = 0;
   /// Trained on so far, over all ranks.
   int64_t tokens = 0;

@@ -11,7 +11,9 @@
 #include <utility>
 #include <vector>
 
+#include "dtensor/call_site.h"
 #include "dtensor/collective.h"
+#include "dtensor/collective_call.h"
 #include "dtensor/communicator.h"
 #include "dtensor/error.h"
 
@@ -39,6 +41,7 @@ struct Group {
   std::string backend, label;
   int64_t rank = 0, size = 0;
   milliseconds timeout{0};
+  bool on_device = false;
 };
 
 /// Which operation, for texts.
@@ -49,18 +52,39 @@ struct Operation {
   int64_t collectives = 0;
 };
 
+/// "blocks.3, 1,024 bytes over gloo group "shard" (rank 1 of 4)"
+std::string describe(const Group& group, const Operation& operation) {
+  return c10::str(operation.subject, operation.subject.empty() ? "" : ", ",
+                  operation.collectives > 1 ? c10::str(operation.collectives, " collectives, ") : std::string(),
+                  grouped_digits(operation.bytes), " bytes over ", group.backend, " group \"", group.label, "\" (rank ",
+                  group.rank, " of ", group.size, ")");
+}
+
 /// The text is built only on failure. After a failure the state of the group is unknown, so the advice is the same
 /// whatever the cause.
 [[noreturn]] void raise_failure(const Group& group, const Operation& operation, steady_clock::time_point start,
                                 const std::string& cause) {
   const auto elapsed = std::chrono::duration_cast<milliseconds>(steady_clock::now() - start);
-  raise<CommunicationError>(
-      operation.name, operation.subject, operation.subject.empty() ? "" : ", ",
-      operation.collectives > 1 ? c10::str(operation.collectives, " collectives, ") : std::string(),
-      grouped_digits(operation.bytes), " bytes over ", group.backend, " group \"", group.label, "\" (rank ", group.rank,
-      " of ", group.size, ") failed after ", seconds_text(elapsed), " (timeout ", seconds_text(group.timeout),
-      "): ", cause, "; a rank failed, left, or did not make the same call: every rank must call it");
+  raise<CommunicationError>(operation.name, describe(group, operation), " failed after ", seconds_text(elapsed),
+                            " (timeout ", seconds_text(group.timeout), "): ", cause, call_site(),
+                            "; a rank failed, left, or did not make the same call: every rank must call it");
 }
+
+[[noreturn]] void raise_mismatch(const Group& group, const Operation& operation, const std::string& other) {
+  raise<CommunicationError>(operation.name, describe(group, operation), ": ", other,
+                            ", expected the same call on all ranks", call_site(), "; every rank must call it");
+}
+
+/// A collective that failed before it started; whoever waits is told.
+class FailedWork final : public Work {
+ public:
+  explicit FailedWork(std::string failure) : failure_(std::move(failure)) {}
+  void wait() override { throw CommunicationError(failure_); }
+  bool is_completed() override { return true; }
+
+ private:
+  std::string failure_;
+};
 
 class C10dWork final : public Work {
  public:
@@ -110,8 +134,9 @@ class C10dWork final : public Work {
   static constexpr milliseconds grace_{1000};
 
   bool wait_for(c10d::Work& work) {
-    // With a time-out, NCCL would block the host instead of making the current stream wait.
-    return work.wait(group_->backend == "nccl" ? kNoTimeout : group_->timeout + grace_);
+    // With a time-out, a backend of an accelerator would block the host instead of making the current stream wait; it
+    // watches the time itself.
+    return work.wait(group_->on_device ? kNoTimeout : group_->timeout + grace_);
   }
 
   void wait_for_all() {
@@ -160,6 +185,7 @@ class C10dCommunicator final : public Communicator {
     group->rank = backend_->getRank();
     group->size = backend_->getSize();
     group->timeout = timeout;
+    group->on_device = backend_->getBoundDeviceId().has_value();
     group_ = std::move(group);
     is_gloo_ = group_->backend == "gloo";
   }
@@ -182,7 +208,7 @@ class C10dCommunicator final : public Communicator {
         pending.works.push_back(backend_->_allgather_base(full, shard));
       }
     };
-    return run(Collective::all_gather, name, output, start);
+    return run(Collective::all_gather, name, output, 0, start);
   }
 
   std::shared_ptr<Work> reduce_scatter(const at::Tensor& output, const at::Tensor& input, OperationName name) override {
@@ -197,7 +223,7 @@ class C10dCommunicator final : public Communicator {
         pending.works.push_back(backend_->_reduce_scatter_base(shard, full));
       }
     };
-    return run(Collective::reduce_scatter, name, input, start);
+    return run(Collective::reduce_scatter, name, input, 0, start);
   }
 
   std::shared_ptr<Work> all_reduce(const at::Tensor& tensor, ReduceOp op, OperationName name) override {
@@ -210,7 +236,7 @@ class C10dCommunicator final : public Communicator {
       std::vector<at::Tensor> tensors = pending.tensors;
       pending.works.push_back(backend_->allreduce(tensors, options));
     };
-    return run(Collective::all_reduce, name, tensor, start);
+    return run(Collective::all_reduce, name, tensor, static_cast<int64_t>(op), start);
   }
 
   std::shared_ptr<Work> broadcast(const at::Tensor& tensor, int64_t root, OperationName name) override {
@@ -222,7 +248,7 @@ class C10dCommunicator final : public Communicator {
       pending.tensors = {untracked_alias(tensor)};
       pending.works.push_back(start_broadcast(pending.tensors.front(), root));
     };
-    return run(Collective::broadcast, name, tensor, start);
+    return run(Collective::broadcast, name, tensor, root, start);
   }
 
   void start_group() override {
@@ -246,6 +272,10 @@ class C10dCommunicator final : public Communicator {
         raise_failure(*group_, group.operation, start, backend_message(error));
       }
     }
+    if (!group.failure.empty()) {
+      make_work(std::move(group.operation), std::move(group.pending)).reset();
+      return std::make_shared<FailedWork>(std::move(group.failure));
+    }
     if (group.operation.collectives == 0) return completed_work();
     // One launch for the backend, so one collective of each kind for whoever counts.
     for (size_t kind = 0; kind < group.bytes.size(); ++kind) {
@@ -257,22 +287,21 @@ class C10dCommunicator final : public Communicator {
   void barrier(OperationName name) override {
     if (size() == 1) return;
     if (pending_group_) raise<StateError>(name.operation, "a group is open; call end_group() first");
-    // Gloo's allreduce returns only when every rank has entered it, and costs less than its barrier.
-    const at::Tensor token = at::zeros({1}, at::kInt);
-    Pending pending;
-    const Operation operation = describe_operation(name, 4);
-    start_or_raise(operation, [&] {
-      if (is_gloo_) {
-        std::vector<at::Tensor> tensors{token};
-        pending.works.push_back(backend_->allreduce(tensors));
-      } else {
+    const CollectiveCall call{.kind = Collective::barrier, .subject = std::string(name.subject)};
+    const Operation operation = describe_operation(name, is_gloo_ ? CollectiveCall::kEncodedBytes : 0);
+    if (is_gloo_) {
+      // Whoever has heard of every rank has met them all.
+      meet(operation, call);
+    } else {
+      Pending pending;
+      start_or_raise(operation, [&] {
         c10d::BarrierOptions options;
         options.device = backend_->getBoundDeviceId();
         pending.works.push_back(backend_->barrier(options));
-      }
-    });
+      });
+      make_work(operation, std::move(pending))->wait();
+    }
     count_collective(Collective::barrier, 0);
-    make_work(operation, std::move(pending))->wait();
   }
 
  private:
@@ -286,6 +315,7 @@ class C10dCommunicator final : public Communicator {
     Pending pending;
     Operation operation;
     std::array<int64_t, 5> bytes{};
+    std::string failure;  // of the first member that could not start
   };
 
   static c10d::ReduceOp c10d_op(ReduceOp op, const char* operation) {
@@ -349,12 +379,39 @@ class C10dCommunicator final : public Communicator {
     }
   }
 
+  /// Returns when all ranks are about to make this call. Gloo pairs whatever comes: unlike calls of equal size would
+  /// mix values up, and one that is sent more than it asked for ends the process from Gloo's own thread. A few bytes
+  /// first cost a fraction of what a collective of a unit does, and say at once what the other rank does instead.
+  void meet(const Operation& operation, const CollectiveCall& call) {
+    if (size() == 1) return;
+    at::Tensor own, table;
+    Pending pending;
+    start_or_raise(operation, [&] {
+      own = call.encode();
+      table = at::zeros({size() * CollectiveCall::kEncodedBytes}, own.options());
+      pending.tensors = {own, table};
+      pending.works.push_back(backend_->_allgather_base(table, own));
+    });
+    make_work(operation, std::move(pending))->wait();
+    if (const auto other = CollectiveCall::find_mismatch(table, rank())) raise_mismatch(*group_, operation, *other);
+  }
+
   template <class Start>
-  std::shared_ptr<Work> run(Collective kind, const OperationName& name, const at::Tensor& larger, const Start& start) {
+  std::shared_ptr<Work> run(Collective kind, const OperationName& name, const at::Tensor& larger, int64_t detail,
+                            const Start& start) {
     // Every rank sees the same sizes, so every rank leaves here.
     if (larger.numel() == 0) return completed_work();
     Operation operation = describe_operation(name, static_cast<int64_t>(larger.nbytes()));
     Pending pending;
+    if (is_gloo_) {
+      try {
+        meet(operation, {kind, larger.scalar_type(), detail, operation.bytes, operation.subject});
+      } catch (const CommunicationError& error) {
+        if (!pending_group_) return std::make_shared<FailedWork>(error.what());
+        if (pending_group_->failure.empty()) pending_group_->failure = error.what();
+        return group_member();
+      }
+    }
     start_or_raise(operation, [&] { start(pending); });
     if (!pending_group_) {
       if (size() > 1) count_collective(kind, operation.bytes);
@@ -371,6 +428,10 @@ class C10dCommunicator final : public Communicator {
     for (auto& work : pending.works) group.pending.works.push_back(std::move(work));
     for (auto& tensor : pending.tensors) group.pending.tensors.push_back(std::move(tensor));
     for (auto& finish : pending.finishers) group.pending.finishers.push_back(std::move(finish));
+    return group_member();
+  }
+
+  static std::shared_ptr<Work> group_member() {
     static const auto member = std::make_shared<GroupMemberWork>();
     return member;
   }

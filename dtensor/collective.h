@@ -26,11 +26,12 @@ std::shared_ptr<Work> completed_work();
 /// autograd's checks of saved tensors.
 at::Tensor untracked_alias(const at::Tensor& tensor);
 
-/// The words of c10d, Gloo or a store for a failure: one line, without the source location and the backtrace.
+/// The words of c10d, a backend or a store for a failure: one line, without the source location and the backtrace.
 std::string backend_message(const std::exception& error);
 
 /// Refuse, with ValueErrors named after the operation, what no backend can do: tensors that are not contiguous, dtypes
 /// that differ, sizes that do not fit the group.
+void check_plain(const char* operation, const at::Tensor& tensor);
 void check_gather_arguments(const char* operation, const at::Tensor& full, const at::Tensor& shard, int64_t ranks);
 void check_contiguous(const char* operation, const char* argument, const at::Tensor& tensor);
 /// Sums and comparisons are offered for float, double, half, bfloat16, int and long.

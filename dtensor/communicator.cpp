@@ -6,6 +6,7 @@
 #include <cctype>
 
 #include "dtensor/collective.h"
+#include "dtensor/dtensor_impl.h"
 #include "dtensor/error.h"
 
 namespace dtensor {
@@ -47,8 +48,12 @@ class SelfCommunicator final : public Communicator {
     check_gather_arguments(name.operation, input, output, 1);
     return copy(output, input);
   }
-  std::shared_ptr<Work> all_reduce(const at::Tensor&, ReduceOp, OperationName) override { return completed_work(); }
-  std::shared_ptr<Work> broadcast(const at::Tensor&, int64_t root, OperationName name) override {
+  std::shared_ptr<Work> all_reduce(const at::Tensor& tensor, ReduceOp, OperationName name) override {
+    check_plain(name.operation, tensor);
+    return completed_work();
+  }
+  std::shared_ptr<Work> broadcast(const at::Tensor& tensor, int64_t root, OperationName name) override {
+    check_plain(name.operation, tensor);
     if (root != 0) raise<ValueError>(name.operation, "root ", root, " is outside a group of 1 rank, expected 0");
     return completed_work();
   }
@@ -135,7 +140,16 @@ std::string backend_message(const std::exception& error) {
 
 at::Tensor untracked_alias(const at::Tensor& tensor) { return tensor.variable_data(); }
 
+void check_plain(const char* operation, const at::Tensor& tensor) {
+  auto* impl = distributed_impl(tensor);
+  if (impl == nullptr) return;
+  raise<NotSupportedError>(operation, impl->describe(),
+                           " is sharded, of which each rank holds another part, expected a plain tensor; gradients are "
+                           "already reduced when backward() returns: leave this call out");
+}
+
 void check_contiguous(const char* operation, const char* argument, const at::Tensor& tensor) {
+  check_plain(operation, tensor);
   if (!tensor.is_contiguous()) {
     raise<ValueError>(operation, argument, " of sizes ", tensor.sizes(), " and strides ", tensor.strides(),
                       " is not contiguous, expected a contiguous tensor; call contiguous()");

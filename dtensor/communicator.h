@@ -22,8 +22,8 @@ namespace dtensor {
 class Work {
  public:
   virtual ~Work();
-  /// Blocks the host (CPU) or makes the current stream wait (CUDA). Throws CommunicationError naming the operation, at
-  /// the latest when the group's timeout has passed. A second call returns at once.
+  /// Blocks the host or, on a device with streams, makes the current one wait. Throws CommunicationError naming the
+  /// operation, at the latest when the group's timeout has passed. A second call returns at once.
   virtual void wait() = 0;
   virtual bool is_completed() = 0;
 };
@@ -39,17 +39,17 @@ struct OperationName {
 /// A group of ranks that communicate along one mesh axis.
 ///
 /// Ownership: shared by meshes and transports; outlives the collectives it started. Threads: one caller at a time; all
-/// ranks of the group must make the same calls in the same order. Streams: CUDA collectives are ordered after the work
-/// queued on the current stream when the call is made. All tensors are contiguous and on one device type.
+/// ranks of the group must make the same calls in the same order. Streams: on a device, collectives are ordered after
+/// the work queued on the current stream when the call is made. All tensors are contiguous and on one device type.
 class Communicator {
  public:
   virtual ~Communicator();
 
   virtual int64_t rank() const = 0;
   virtual int64_t size() const = 0;
-  /// Short text for messages: "gloo, axis shard, rank 1 of 4".
+  /// Short text for messages: backend, axis, "rank 1 of 4".
   virtual std::string describe() const = 0;
-  /// True where several collectives started together are cheaper than packing their tensors (NCCL group calls).
+  /// True where several collectives started together are cheaper than packing their tensors.
   virtual bool prefers_groups() const = 0;
 
   /// `output` has size() * input.numel() elements, laid out by rank. `input` may be the slice of `output` of this rank.
@@ -79,7 +79,7 @@ void reset_collective_counts();
 /// The group of one rank: every collective is a copy or nothing.
 std::shared_ptr<Communicator> make_self_communicator();
 
-/// A communicator over a c10d backend of any kind that the caller made (Gloo, NCCL, an own one). `label` names it in
+/// A communicator over a c10d backend of any kind that the caller made. `label` names it in
 /// messages; `timeout` is that of the backend and is only quoted.
 std::shared_ptr<Communicator> make_c10d_communicator(c10::intrusive_ptr<c10d::Backend> backend, std::string label,
                                                      std::chrono::milliseconds timeout);

@@ -116,7 +116,12 @@ void run_convert(const OperatorHandle& op, Stack& stack) {
   auto* impl = distributed_impl(self);
   if (impl == nullptr) {
     check_column(op, {self});
-    TORCH_INTERNAL_ASSERT(false, "a conversion of a tensor that is neither distributed nor deferred");
+    // A plain tensor asked to be like a distributed one.
+    replace_tensors(op, stack, [](const at::Tensor& tensor, const c10::Argument&) {
+      auto* like = distributed_impl(tensor);
+      return like == nullptr ? tensor : like->local();
+    });
+    return op.callBoxed(&stack);
   }
   at::Tensor result;
   if (op.schema().name() == "aten::clone") {
@@ -163,12 +168,13 @@ void run_copy(const OperatorHandle& op, Stack& stack) {
     check_column(op, {destination, source});
     local.copy_(from->local(), non_blocking);
   } else {
-    if (source.dim() != 0 && !source.sizes().equals(to->sizes())) {
+    if (source.dim() > 0) layout_of(op, *to);
+    if (!broadcasts_to(source, to->sizes())) {
       raise<ValueError>("aten::copy_", to->describe(), " given a plain tensor of shape ", source.sizes(),
                         ", expected the global shape ", to->sizes(),
                         "; to write this rank's part use to_local().copy_");
     }
-    local.copy_(source.dim() == 0 ? source : narrow_to_box(source, layout_of(op, *to).local()), non_blocking);
+    local.copy_(part_of_plain(source, *to), non_blocking);
   }
   note_shard_write(*to);
   to->set_pending_fill(std::nullopt);

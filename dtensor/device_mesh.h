@@ -52,7 +52,7 @@ class DeviceMesh {
   Communicator& communicator(int64_t axis) const;
   std::shared_ptr<Communicator> shared_communicator(int64_t axis) const;
 
-  /// `mesh(cpu, replicate=2, shard=4)`.
+  /// `mesh(DEVICE, replicate=2, shard=4)`.
   std::string to_string() const;
 
  private:

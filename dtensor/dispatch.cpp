@@ -7,12 +7,16 @@
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <mutex>
 #include <shared_mutex>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "dtensor/collective.h"
+#include "dtensor/common_draws.h"
+#include "dtensor/dtensor.h"
 #include "dtensor/error.h"
 #include "dtensor/operator_call.h"
 #include "dtensor/rules.h"
@@ -22,6 +26,14 @@ namespace {
 
 thread_local OperatorInterceptor* interceptor = nullptr;
 thread_local bool sharded_rules = false;
+// Whose parameters this thread last saw in a scope: tells whether it is in one where an operator sees none of them.
+thread_local std::weak_ptr<ParameterOwner> last_readable;
+
+bool in_scope() {
+  if (sharded_rules) return false;
+  const auto owner = last_readable.lock();
+  return owner && owner->readable();
+}
 
 // ---- storages of gathered parameters ----
 
@@ -82,17 +94,38 @@ void refuse_inplace_on_leaf(const c10::OperatorHandle& op, const at::Tensor& ten
                     " requires grad and is changed in place with grad mode on, expected torch::NoGradGuard around it");
 }
 
+// Beside whole parameters, a copy of one, a gradient or a state is read whole as well. Its changes would be lost.
+at::Tensor whole_of_unmanaged(const c10::OperatorHandle& op, const DTensorImpl& impl, const at::Tensor& tensor,
+                              bool written) {
+  if (written || (at::GradMode::is_enabled() && tensor.requires_grad())) refuse_mixed(op, impl);
+  return DTensor(tensor).full_tensor();
+}
+
 // Rule 1 and 6: the operator sees whole parameters.
 void run_on_whole(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   PinnedOwners pinned;
   c10::SmallVector<WholeArgument, 4> wholes;
+  const bool is_collective = op.schema().name().starts_with("c10d::");
   replace_tensors(op, stack, [&](const at::Tensor& tensor, const c10::Argument& argument) -> at::Tensor {
     if (!tensor.defined() || !tensor.key_set().has(kDTensorKey)) return tensor;
+    // Schemas of collectives do not say what they write, so that a whole parameter's change would be lost.
+    if (is_collective) check_plain(op.schema().name().c_str(), tensor);
     const bool written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
     if (written) refuse_inplace_on_leaf(op, tensor);
     if (auto* impl = dtensor_impl(tensor)) {
       auto owner = impl->owner();
-      if (!owner) refuse_mixed(op, *impl);
+      if (!owner) return whole_of_unmanaged(op, *impl, tensor, written);
+      if (written) check_write(op, *impl);
+      if (written && op.hasTag(at::Tag::inplace_view)) {
+        raise<NotSupportedError>(op.schema().name().c_str(), impl->describe(),
+                                 " would change its shape in place, expected the one it was sharded with; use the "
+                                 "operator without the underscore");
+      }
+      if (impl->is_alias() && at::GradMode::is_enabled() && tensor.requires_grad()) {
+        raise<NotSupportedError>(op.schema().name().c_str(), impl->describe(),
+                                 ", an alias that was made outside this forward, requires grad of its own, expected "
+                                 "detach() inside the forward");
+      }
       pinned.add(owner);
       // An alias made by data() or detach() has cut the gradient.
       auto whole = owner->unsharded(impl->owner_index(), at::GradMode::is_enabled() && tensor.requires_grad());
@@ -100,13 +133,24 @@ void run_on_whole(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
       return whole;
     }
     if (auto found = unsharded_storage_owner(tensor); found.owner) {
+      if (is_collective) {
+        raise<NotSupportedError>(op.schema().name().c_str(),
+                                 "a view of a sharded parameter, whose change would be lost, expected a plain tensor; "
+                                 "give it a clone()");
+      }
+      if (written) found.owner->check_write(found.index);
       pinned.add(found.owner);
       found.owner->gather();
       wholes.push_back({tensor, tensor, found.owner, found.index, written});
     }
     return tensor;
   });
-  op.callBoxed(&stack);
+  {
+    // A whole parameter that is filled with random numbers must be the same on all ranks.
+    const bool fills = std::any_of(wholes.begin(), wholes.end(), [](const auto& argument) { return argument.written; });
+    const auto common = fills && op.hasTag(at::Tag::nondeterministic_seeded) ? open_common_draws() : nullptr;
+    op.callBoxed(&stack);
+  }
   for (auto& argument : wholes) {
     if (argument.written) argument.owner->written(argument.index);
   }
@@ -130,22 +174,40 @@ void run_on_whole(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
 
 // What the tensor arguments of a call are, as far as the choice of rule needs it.
 struct Census {
-  bool deferred = false;     // made by meta_init, no values
-  bool distributed = false;  // any distributed tensor
-  bool whole = false;        // a managed parameter that may be read whole, or a view of a gathered one
-  bool managed = false;      // such a parameter itself
-  bool companion = false;    // a distributed tensor that nobody manages (optimizer state, gradient), scalars aside
+  bool deferred = false;        // made by meta_init, no values
+  bool distributed = false;     // any distributed tensor
+  bool whole = false;           // a managed parameter that may be read whole, or a view of a gathered one
+  bool managed = false;         // such a parameter itself
+  bool companion = false;       // a distributed tensor that nobody manages (optimizer state, gradient), scalars aside
+  bool differentiable = false;  // a managed parameter whose gradient is wanted
+  bool plain = false;           // a plain tensor of more than one element
+  bool aliased = false;         // a companion that is written, or of which a view is taken
+  // Managed parameters, of one shape or as lists, are written, nothing else is, and none of their units is gathered.
+  bool writes_shards_only = true;
 };
 
 Census take_census(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   Census census;
+  bool writes = false;
+  const bool lists = !op.schema().arguments().empty() && stack[argument_begin(op, stack)].isTensorList();
+  c10::IntArrayRef sizes;
   // full_like(p.data(), ...), and zeros_like(p) without grad mode, is how optimizers make their state, also where
   // `model->parameters()` keeps a forward scope open around them: state lies as the shards do.
   const bool like_factory = op.schema().name().ends_with("_like");
-  for_each_tensor(op, stack, [&](const at::Tensor& tensor) {
-    if (!tensor.defined() || !tensor.key_set().has(kDTensorKey)) return;
+  const auto visit = [&](const at::Tensor& tensor, const c10::Argument& argument) {
+    const bool written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
     auto* impl = dtensor_impl(tensor);
+    if (written) {
+      writes = true;
+      if (impl == nullptr) census.writes_shards_only = false;
+    }
+    if (!tensor.defined()) return;
+    if (!tensor.key_set().has(kDTensorKey)) {
+      census.plain |= tensor.numel() > 1 || (at::GradMode::is_enabled() && tensor.requires_grad());
+      return;
+    }
     if (impl == nullptr) {
+      census.writes_shards_only = false;
       auto found = unsharded_storage_owner(tensor);
       if (!found.owner) return;
       if (!found.owner->readable()) {
@@ -154,6 +216,7 @@ Census take_census(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
                           "again where it is used, or copy it with clone()");
       }
       census.whole = true;
+      last_readable = found.owner;
       return;
     }
     if (impl->state() == DTensorImpl::State::deferred) {
@@ -161,28 +224,67 @@ Census take_census(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
       // The owner's error lists everything that has no values.
       if (owner && owner->readable()) owner->unsharded(impl->owner_index(), false);
       census.deferred = true;
+      census.companion |= impl->pending_fill().has_value();
       return;
     }
     census.distributed = true;
     auto owner = impl->owner();
     if (!owner) {
       census.companion |= impl->dim() > 0;
-    } else if (!sharded_rules && !(like_factory && (impl->is_alias() || !at::GradMode::is_enabled())) &&
-               owner->readable()) {
+      census.aliased |= argument.alias_info() != nullptr;
+      return;
+    }
+    if (sharded_rules || !owner->readable()) return;
+    last_readable = owner;
+    if (!like_factory || owner->is_read_only() || (!impl->is_alias() && at::GradMode::is_enabled())) {
       census.whole = true;
       census.managed = true;
+      census.differentiable |= at::GradMode::is_enabled() && tensor.requires_grad();
+      if (lists || sizes.empty()) sizes = impl->sizes();
+      census.writes_shards_only &= !owner->holds_whole() && impl->sizes().equals(sizes);
     }
-  });
+  };
+  const auto begin = argument_begin(op, stack);
+  for (size_t i = begin; i < stack.size(); ++i) {
+    const auto& argument = op.schema().arguments()[i - begin];
+    for_each_tensor_in(stack[i], [&](const at::Tensor& tensor) { visit(tensor, argument); });
+  }
+  census.writes_shards_only &= writes && !census.differentiable;
   return census;
+}
+
+// Where whole parameters may be read, shards serve optimizers and averages, which mix parameters with state of the same
+// layout, and initialisers, which change parameters that nobody has gathered.
+bool runs_on_whole(const c10::OperatorHandle& op, const torch::jit::Stack& stack, const Census& census) {
+  if (!census.whole) {
+    return census.companion && !census.aliased && (census.plain || !has_shard_rule(op, stack)) && in_scope();
+  }
+  if (!census.managed) return true;
+  if (reads_metadata(op)) return false;
+  if (census.companion && !census.differentiable && has_shard_rule(op, stack)) return false;
+  return !(census.writes_shards_only && writes_shards(op));
+}
+
+// State that a forward made like a parameter, and now uses as a whole (a view of it, a change that no rule knows),
+// becomes whole. It has no name, unlike a gradient, and belongs to nobody.
+void make_state_whole(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  for_each_tensor(op, stack, [](const at::Tensor& tensor) {
+    auto* impl = distributed_impl(tensor);
+    if (impl == nullptr || impl->owner() || !impl->name().empty() || tensor.requires_grad()) return;
+    if (!impl->layout() || impl->local().is_meta()) return;
+    impl->become_ordinary(DTensor(tensor).full_tensor());
+  });
 }
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard below(kDTensorKey);
   if (interceptor != nullptr && interceptor->intercept(op, *stack)) return;
-  const auto census = take_census(op, *stack);
-  // Optimizers and averages that run inside a forward scope mix parameters with state of the same layout: those stay
-  // sharded.
-  if (census.whole && !(census.companion && census.managed)) {
+  auto census = take_census(op, *stack);
+  if (!census.whole && census.aliased && !has_shard_rule(op, *stack) && in_scope()) {
+    make_state_whole(op, *stack);
+    census = take_census(op, *stack);
+  }
+  if (runs_on_whole(op, *stack, census)) {
     run_on_whole(op, *stack);
   } else if (census.distributed || census.deferred) {
     run_on_shards(op, *stack);
@@ -206,7 +308,7 @@ InterceptScope::~InterceptScope() {
   c10::impl::tls_set_dispatch_key_included(kDTensorKey, former_included_);
 }
 
-ShardedRulesGuard::ShardedRulesGuard() : former_(sharded_rules) { sharded_rules = true; }
+ShardedRulesGuard::ShardedRulesGuard(bool sharded) : former_(sharded_rules) { sharded_rules = sharded; }
 ShardedRulesGuard::~ShardedRulesGuard() { sharded_rules = former_; }
 
 void register_unsharded_storage(const c10::StorageImpl* storage, std::weak_ptr<ParameterOwner> owner, size_t index) {

@@ -46,10 +46,11 @@ class InterceptScope {
 };
 
 /// While it lives, this thread's operators treat managed parameters by rules 2 to 5 (on their shards) even where they
-/// could be read whole: for optimizers and clipping that run inside a forward scope or in a backward pass.
+/// could be read whole: for optimizers and clipping that run inside a forward scope or in a backward pass. With `false`
+/// the other way round again: for a forward in there.
 class ShardedRulesGuard {
  public:
-  ShardedRulesGuard();
+  explicit ShardedRulesGuard(bool sharded = true);
   ~ShardedRulesGuard();
   ShardedRulesGuard(const ShardedRulesGuard&) = delete;
   ShardedRulesGuard& operator=(const ShardedRulesGuard&) = delete;

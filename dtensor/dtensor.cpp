@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <utility>
@@ -129,6 +130,7 @@ at::Tensor DTensor::full_tensor() const {
     raise<StateError>("DTensor::full_tensor", impl().describe(), " is on meta and has no values; materialize it first");
   }
   Below below(kDTensorKey);
+  c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   auto whole = impl().local().detach().clone(at::MemoryFormat::Contiguous);
   const auto& placements = layout->placements();

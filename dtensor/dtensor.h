@@ -88,8 +88,8 @@ at::Tensor wrap_local(at::Tensor local, const DTensorImpl& like);
 /// This rank's box of a whole plain tensor, a view.
 at::Tensor narrow_to_box(at::Tensor whole, const Box& box);
 
-/// One line about any tensor without reading its values: `DTensor float (5, 3) [Shard(0)] on mesh(...), local (3, 3)
-/// cpu`.
+/// One line about any tensor without reading its values: `DTensor float (5, 3) [Shard(0)] on mesh(...), local (3, 3)`
+/// and where that is.
 std::string describe(const at::Tensor& tensor);
 
 }  // namespace dtensor

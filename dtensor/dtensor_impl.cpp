@@ -9,6 +9,10 @@
 namespace dtensor {
 
 ParameterOwner::~ParameterOwner() = default;
+bool ParameterOwner::holds_whole() const { return true; }
+void ParameterOwner::check_write(size_t) const {}
+
+bool ParameterOwner::is_read_only() const { return false; }
 DeferredValue::~DeferredValue() = default;
 void DeferredValue::attach(DTensorImpl&) {}
 void DeferredValue::detach(DTensorImpl&) {}
@@ -102,9 +106,7 @@ void DTensorImpl::refresh_identity() {
   follow_local();
   if (layout_ && layout_->dtype() != local_.scalar_type()) layout_ = layout_->with_dtype(local_.scalar_type());
   if (auto* meta = autograd_meta(); meta != nullptr && meta->grad().defined()) {
-    if (meta->grad().device() != local_.device() || meta->grad().dtype() != local_.dtype()) {
-      meta->mutable_grad() = at::Tensor();
-    }
+    if (meta->grad().device() != local_.device()) meta->mutable_grad() = at::Tensor();
   }
 }
 
@@ -149,8 +151,12 @@ void DTensorImpl::set_deferred_value(at::Tensor value, std::shared_ptr<DeferredV
 }
 
 void DTensorImpl::become_ordinary(const at::Tensor& value) {
-  TORCH_INTERNAL_ASSERT(state_ == State::deferred && dtensor_impl(value) == nullptr);
+  TORCH_INTERNAL_ASSERT(state_ != State::ordinary && dtensor_impl(value) == nullptr);
   state_ = State::ordinary;
+  layout_.reset();
+  mesh_.reset();
+  placements_.clear();
+  pending_fill_.reset();
   set_deferred(nullptr);
   local_ = at::Tensor();
   body_ = at::Tensor();
@@ -167,8 +173,10 @@ c10::Device DTensorImpl::device_custom() const { return local_.device(); }
 
 std::string DTensorImpl::raw_access_text() const {
   return c10::str("[raw access] ", describe(),
-                  " is sharded and has no storage of its own outside a forward; use hsdp::unsharded(p) for the whole "
-                  "value (to store it, for example), to_local() for this rank's part, hsdp::to_string(t) to print");
+                  " is sharded and has no storage of its own outside a forward; use hsdp::export_pt(model, path) to "
+                  "save the module, hsdp::unsharded(p) for the whole value, to_local() for this rank's part, "
+                  "hsdp::to_string(t) to print",
+                  name_.ends_with(".grad") ? "; gradients are already reduced" : "");
 }
 
 bool DTensorImpl::has_storage() const {
@@ -254,7 +262,7 @@ void DTensorImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& i
     if (source == nullptr || source->state_ != State::deferred) {
       raise<NotSupportedError>("set_data", describe(),
                                " was made by meta_init, expected another tensor made inside it; assign values after "
-                               "materialize(device) instead");
+                               "materialize(device), or read a file with hsdp::load(model, path)");
     }
     // An alias: what changes one tensor's geometry in place leaves the other's alone.
     set_deferred_value(raw_alias(source->local_), source->deferred_);
@@ -266,6 +274,15 @@ void DTensorImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& i
   if (!source_tensor.sizes().equals(sizes())) {
     raise<ValueError>("set_data", describe(), " given a tensor of shape ", source_tensor.sizes(), ", expected ",
                       sizes(), "; a distributed tensor keeps its global shape");
+  }
+  if (auto owner = this->owner()) {
+    owner->check_write(owner_index_);
+    const bool moves = !local_.is_meta() && source_tensor.device() != local_.device();
+    if (moves || source_tensor.device().type() != mesh_->device_type()) {
+      raise<ValueError>("set_data", describe(), " given a tensor on ", source_tensor.device(), ", expected ",
+                        c10::DeviceTypeName(mesh_->device_type(), /*lower_case=*/true),
+                        " as its mesh has; a sharded module stays on the device of its mesh");
+    }
   }
   if (source == nullptr) {
     if (!layout_) {

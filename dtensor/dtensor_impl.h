@@ -26,6 +26,8 @@ class ParameterOwner {
   virtual ~ParameterOwner();
   /// True while operators may read whole parameters on this thread: in a forward scope, a backward pass, a recompute.
   virtual bool readable() const = 0;
+  /// Whether whole parameters are in memory or on their way. While they are not, in-place changes go to the shard.
+  virtual bool holds_whole() const;
   /// The whole parameter `index`, gathered if it is not; with `differentiable`, connected to the owner's autograd node.
   /// Throws StateError naming what has no values yet.
   virtual at::Tensor unsharded(size_t index, bool differentiable) = 0;
@@ -40,6 +42,10 @@ class ParameterOwner {
   virtual void written(size_t index) = 0;
   /// An operator wrote the shard of parameter `index` through an alias, whose version counter is not the parameter's.
   virtual void shard_written(size_t index) = 0;
+  /// Parameter `index`, or its shard, is about to be written: throws StateError while it must only be read.
+  virtual void check_write(size_t index) const;
+  /// Whether all parameters may only be read, and no rank need do what this one does.
+  virtual bool is_read_only() const;
 };
 
 /// What a tensor that was born during deferred construction stands for. Implemented by the recorder above this folder.
@@ -127,7 +133,7 @@ class DTensorImpl final : public c10::TensorImpl {
   const std::shared_ptr<DeferredValue>& deferred() const { return deferred_; }
   /// Gives a deferred tensor other memory (meta or real) and its geometry.
   void set_deferred_value(at::Tensor value, std::shared_ptr<DeferredValue> deferred);
-  /// Deferred -> ordinary: a plain tensor with `value`'s storage and geometry, on the same impl.
+  /// Deferred or distributed -> ordinary: a plain tensor with `value`'s storage and geometry, on the same impl.
   void become_ordinary(const at::Tensor& value);
 
   // ---- c10::TensorImpl ----

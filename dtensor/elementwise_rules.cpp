@@ -23,9 +23,9 @@ struct Mapping {
   at::Tensor local, original;
 };
 
-at::Tensor to_shard(const at::Tensor& tensor, std::vector<Mapping>& mappings) {
+at::Tensor to_shard(const at::Tensor& tensor, const DTensorImpl* reference, std::vector<Mapping>& mappings) {
   auto* impl = distributed_impl(tensor);
-  if (impl == nullptr) return tensor;
+  if (impl == nullptr) return reference != nullptr && tensor.defined() ? part_of_plain(tensor, *reference) : tensor;
   mappings.push_back({impl->local(), tensor});
   return impl->local();
 }
@@ -35,6 +35,18 @@ const at::Tensor* original_of(const at::Tensor& local, const std::vector<Mapping
     if (mapping.local.is_same(local)) return &mapping.original;
   }
   return nullptr;
+}
+
+// A plain tensor cannot take a sharded result: each rank would see its own part.
+void check_plain_is_read(const OperatorHandle& op, const Stack& arguments, size_t i, const DTensorImpl& reference) {
+  if (!is_written(op.schema().arguments()[i])) return;
+  for_each_tensor_in(arguments[i], [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || dtensor_impl(tensor) != nullptr) return;
+    refuse(op, reference,
+           c10::str("in place on a plain tensor of shape ", tensor.sizes(),
+                    ", expected a distributed one: zeros_like(p) or p.detach().clone() with auto parameters = "
+                    "model->parameters() on a line of its own, or DTensor::distribute of what was loaded"));
+  });
 }
 
 // Writes are values, and they end a pending fill that the write did not set.
@@ -81,11 +93,32 @@ const DTensorImpl* check_column(const OperatorHandle& op, const std::vector<at::
   if (reference == nullptr) return nullptr;
   for (auto& tensor : column) {
     if (!tensor.defined() || dtensor_impl(tensor) || (tensor.numel() == 1 && tensor.dim() <= 1)) continue;
+    if (reference->layout() && broadcasts_to(tensor, reference->sizes())) continue;
     refuse(op, *reference,
            c10::str("elementwise with a plain tensor of shape ", tensor.sizes(),
-                    ", expected a distributed tensor of the same layout or a scalar"));
+                    ", expected a distributed tensor of the same layout, or a plain one that broadcasts to ",
+                    reference->sizes()));
   }
   return reference;
+}
+
+bool broadcasts_to(const at::Tensor& plain, c10::IntArrayRef sizes) {
+  if (plain.dim() > static_cast<int64_t>(sizes.size())) return false;
+  for (int64_t dim = 1; dim <= plain.dim(); ++dim) {
+    if (plain.size(-dim) != 1 && plain.size(-dim) != sizes[sizes.size() - static_cast<size_t>(dim)]) return false;
+  }
+  return true;
+}
+
+at::Tensor part_of_plain(const at::Tensor& plain, const DTensorImpl& like) {
+  if (plain.numel() == 1 || !like.layout()) return plain;
+  const auto& box = like.layout()->local();
+  auto part = plain;
+  for (int64_t dim = 1; dim <= plain.dim(); ++dim) {
+    const auto of_whole = box.sizes.size() - static_cast<size_t>(dim);
+    if (plain.size(-dim) != 1) part = part.narrow(-dim, box.offsets[of_whole], box.sizes[of_whole]);
+  }
+  return part;
 }
 
 void run_elementwise(const OperatorHandle& op, Stack& stack) {
@@ -93,9 +126,10 @@ void run_elementwise(const OperatorHandle& op, Stack& stack) {
   for_each_tensor(op, stack, [&](const at::Tensor& tensor) { column.push_back(tensor); });
   const auto* reference = check_column(op, column);
   const Stack arguments(stack.begin() + static_cast<std::ptrdiff_t>(argument_begin(op, stack)), stack.end());
+  for (size_t i = 0; i < arguments.size(); ++i) check_plain_is_read(op, arguments, i, *reference);
   std::vector<Mapping> mappings;
-  replace_tensors(op, stack,
-                  [&](const at::Tensor& tensor, const c10::Argument&) { return to_shard(tensor, mappings); });
+  replace_tensors(
+      op, stack, [&](const at::Tensor& tensor, const c10::Argument&) { return to_shard(tensor, reference, mappings); });
   op.callBoxed(&stack);
   replace_results(op, stack, [&](const at::Tensor& result) -> at::Tensor {
     if (!result.defined()) return result;
@@ -122,9 +156,24 @@ void run_per_index(const OperatorHandle& op, Stack& stack) {
   }
   std::vector<const DTensorImpl*> references;
   for (auto& column : columns) references.push_back(check_column(op, column));
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (!is_written(op.schema().arguments()[i]) || !arguments[i].isTensorList()) continue;
+    const auto list = arguments[i].toTensorVector();
+    for (size_t k = 0; k < list.size(); ++k) {
+      if (references[k] != nullptr && dtensor_impl(list[k]) == nullptr) {
+        check_plain_is_read(op, arguments, i, *references[k]);
+      }
+    }
+  }
   std::vector<Mapping> mappings;
-  replace_tensors(op, stack,
-                  [&](const at::Tensor& tensor, const c10::Argument&) { return to_shard(tensor, mappings); });
+  for (size_t i = begin; i < stack.size(); ++i) {
+    if (!holds_tensors(stack[i])) continue;
+    const bool list = stack[i].isTensorList();
+    size_t k = 0;
+    stack[i] = map_tensors_in(stack[i], [&](const at::Tensor& tensor) {
+      return to_shard(tensor, list ? references[k++] : nullptr, mappings);
+    });
+  }
   op.callBoxed(&stack);
   for (size_t i = stack.size() - op.schema().returns().size(); i < stack.size(); ++i) {
     if (!stack[i].isTensorList()) continue;

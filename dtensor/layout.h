@@ -58,7 +58,7 @@ class Layout {
   /// Same mesh object, placements, sizes: elementwise work on locals is then meaningful. The dtype may differ.
   bool same_distribution(const Layout& other) const;
 
-  /// `(5, 3) float [Shard(0)] on mesh(cpu, shard=2)`.
+  /// `(5, 3) float [Shard(0)] on mesh(DEVICE, shard=2)`.
   std::string to_string() const;
 
  private:

@@ -42,18 +42,15 @@ at::Tensor reduce_extreme(const at::Tensor& values, ReduceOp extreme, Communicat
 
 Reduction reduction_of(const OperatorHandle& op, const Stack& stack, const DTensorImpl& impl) {
   const std::string& name = op.schema().name();
-  for (const char* argument : {"dim", "keepdim"}) {
-    const auto* value = find_argument(op, stack, argument);
-    if (value == nullptr || value->isNone()) continue;
-    if ((value->isBool() && !value->toBool()) || (value->isIntList() && value->toIntVector().empty())) continue;
+  if (!reduces_all_dims(op, stack)) {
     refuse(op, impl, "a reduction over some dims only, expected one over the whole tensor");
   }
   if (find_argument(op, stack, "other") != nullptr || op.schema().returns().size() != 1) {
     refuse(op, impl, "this overload is not a reduction to one value");
   }
   if (name == "aten::sum" || name == "aten::mean") return {ReduceOp::sum};
-  if (name == "aten::max" || name == "aten::amax") return {ReduceOp::max};
-  if (name == "aten::min" || name == "aten::amin") return {ReduceOp::min};
+  if (name == "aten::max" || name == "aten::amax" || name == "aten::any") return {ReduceOp::max};
+  if (name == "aten::min" || name == "aten::amin" || name == "aten::all") return {ReduceOp::min};
   const auto* exponent = find_argument(op, stack, name == "aten::norm" ? "p" : "ord");
   const double p = exponent == nullptr || exponent->isNone() ? 2.0 : exponent->toScalar().toDouble();
   if (p == std::numeric_limits<double>::infinity()) return {ReduceOp::max};
@@ -61,29 +58,38 @@ Reduction reduction_of(const OperatorHandle& op, const Stack& stack, const DTens
   return {ReduceOp::norm, p};
 }
 
+std::optional<at::ScalarType> dtype_argument(const OperatorHandle& op, const Stack& arguments) {
+  const auto* dtype = find_argument(op, arguments, "dtype");
+  if (dtype == nullptr || dtype->isNone()) return std::nullopt;
+  return dtype->toScalarType();
+}
+
 at::Tensor local_reduction(const OperatorHandle& op, const DTensorImpl& impl, const Reduction& reduction,
                            const Stack& arguments) {
   const auto& local = impl.local();
   const std::string& name = op.schema().name();
   at::Tensor result;
-  if (local.numel() == 0 && reduction.op != ReduceOp::sum) {
+  const bool truth = name == "aten::any" || name == "aten::all";
+  if (local.numel() == 0 && reduction.op != ReduceOp::sum && !truth) {
     // A rank without elements contributes the neutral value.
     const bool norm = name.ends_with("norm");
     const double limit = std::numeric_limits<double>::infinity();
     const auto options = local.options().requires_grad(false);
     if (norm) {
-      result = at::zeros({}, options);
+      result = at::zeros({}, options.dtype(dtype_argument(op, arguments).value_or(local.scalar_type())));
     } else if (at::isFloatingType(local.scalar_type())) {
       result = at::full({}, reduction.op == ReduceOp::max ? -limit : limit, options);
     } else {
       refuse(op, impl, "integers on a rank with an empty part");
     }
   } else if (name == "aten::mean") {
-    const auto* dtype = find_argument(op, arguments, "dtype");
-    result = at::sum(local, dtype->isNone() ? std::optional<at::ScalarType>() : dtype->toScalarType());
+    result = at::sum(local, dtype_argument(op, arguments));
     result.div_(static_cast<double>(impl.numel()));
   } else if (name == "aten::_foreach_norm") {
-    result = reduction.op == ReduceOp::max ? local.abs().max() : at::linalg_vector_norm(local, reduction.norm_type);
+    const auto dtype = dtype_argument(op, arguments);
+    result = at::linalg_vector_norm(dtype ? local.to(*dtype) : local, reduction.op == ReduceOp::max
+                                                                          ? std::numeric_limits<double>::infinity()
+                                                                          : reduction.norm_type);
   } else {
     Stack call = arguments;
     call[0] = local;
@@ -107,6 +113,16 @@ at::Tensor local_reduction(const OperatorHandle& op, const DTensorImpl& impl, co
 }
 
 }  // namespace
+
+bool reduces_all_dims(const OperatorHandle& op, const Stack& stack) {
+  for (const char* argument : {"dim", "keepdim"}) {
+    const auto* value = find_argument(op, stack, argument);
+    if (value == nullptr || value->isNone()) continue;
+    if ((value->isBool() && !value->toBool()) || (value->isIntList() && value->toIntVector().empty())) continue;
+    return false;
+  }
+  return true;
+}
 
 void run_reduce(const OperatorHandle& op, Stack& stack) {
   const auto begin = argument_begin(op, stack);
@@ -150,10 +166,10 @@ void reduce_partial_arguments(const OperatorHandle& op, Stack& stack) {
   size_t next = 0;
   replace_tensors(op, stack, [&](const at::Tensor& tensor, const c10::Argument& argument) -> at::Tensor {
     if (!is_partial_scalar(tensor)) return tensor;
-    if (is_written(argument)) {
-      refuse(op, *distributed_impl(tensor), "an in-place change of a value that is still to be reduced");
-    }
-    return reduced[next++];
+    const auto& value = reduced[next++];
+    if (!is_written(argument)) return value;
+    distributed_impl(tensor)->become_ordinary(value);
+    return tensor;
   });
 }
 
@@ -178,6 +194,8 @@ std::vector<at::Tensor> reduce_partials(const std::vector<at::Tensor>& partials)
     std::vector<at::Tensor> locals;
     for (auto i : group.members) locals.push_back(distributed_impl(partials[i])->local());
     auto values = at::stack(locals);
+    const auto dtype = values.scalar_type();
+    if (dtype == at::kBool || dtype == at::kByte) values = values.to(at::kInt);  // No backend compares truth values.
     const auto& mesh = *group.layout->mesh();
     for (int64_t axis = 0; axis < mesh.ndim(); ++axis) {
       const auto& placement = group.layout->placements()[static_cast<size_t>(axis)];
@@ -191,7 +209,7 @@ std::vector<at::Tensor> reduce_partials(const std::vector<at::Tensor>& partials)
       mesh.communicator(axis).all_reduce(values, norm ? ReduceOp::sum : placement.op(), {"all_reduce", "norm"})->wait();
       if (norm) values = values.pow(1 / placement.norm_type());
     }
-    const auto parts = values.unbind(0);
+    const auto parts = values.to(dtype).unbind(0);
     for (size_t k = 0; k < group.members.size(); ++k) results[group.members[k]] = parts[k];
   }
   return results;

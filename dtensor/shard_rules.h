@@ -18,8 +18,13 @@ void run_elementwise(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 /// `_foreach_*` and `_fused_*`: the k-th tensors of the lists meet each other; each k has a layout of its own.
 void run_per_index(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 /// Tensors that meet in one elementwise operation: returns the one that the result lies like, null when all are plain.
-/// Throws for deferred tensors, unlike layouts, and plain tensors that are no scalars.
+/// Throws for deferred tensors, unlike layouts, and plain tensors that do not broadcast to the global shape.
 const DTensorImpl* check_column(const c10::OperatorHandle& op, const std::vector<at::Tensor>& column);
+
+/// This rank's part of a plain tensor that broadcasts to the global shape of `like`: it stands for the whole, the same
+/// on all ranks.
+at::Tensor part_of_plain(const at::Tensor& plain, const DTensorImpl& like);
+bool broadcasts_to(const at::Tensor& plain, c10::IntArrayRef sizes);
 
 // Optimizer state that was made on meta, pending_fill.cpp.
 /// Gives memory to tensors of known constant value that meet real ones in this call.
@@ -36,6 +41,8 @@ void run_random_like(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 
 // Rule 5, reduction_rules.cpp and conversion_rules.cpp.
 void run_reduce(const c10::OperatorHandle& op, torch::jit::Stack& stack);
+/// Whether the arguments ask for one value rather than for one along some dims.
+bool reduces_all_dims(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
 void run_copy(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 bool has_partials(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
 /// Replaces 0-dim Partial arguments by their reduced, plain values.

@@ -6,6 +6,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "dtensor/dispatch.h"
 #include "hsdp/saved_tensors.h"
 #include "hsdp/sharded_module.h"
 
@@ -30,6 +31,7 @@ class ForwardScope {
   std::shared_ptr<ShardedModule> module_;
   std::shared_ptr<Scheduler> scheduler_;
   SavedTensorScope saved_tensors_;
+  dtensor::ShardedRulesGuard whole_rules_{false};
 };
 
 /// A fully sharded module of class M: a handle that copies share.
@@ -69,6 +71,10 @@ class FullySharded {
   void to_empty(at::Device device) const { core_->to_empty(device); }
   int64_t reset_sharded_param() const { return core_->reset_sharded_param(); }
   void replay_init() const { core_->replay_init(); }
+  /// Gradients are sums over the ranks divided by `factor`, from the next reduction on, as FSDP2's function of this
+  /// name says; without a call they are divided by the number of ranks. All ranks must set the same. Throws ValueError
+  /// unless finite and above 0, StateError for a part of a larger sharded module.
+  void set_gradient_divide_factor(double factor) const { core_->set_gradient_divide_factor(factor); }
   /// Makes the module usable again after an exception in a step: what was in flight is dropped, landed gradients stay.
   void reset_iteration_state() const { core_->scheduler()->reset_iteration_state(); }
 

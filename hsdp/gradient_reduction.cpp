@@ -48,11 +48,13 @@ void run_post_accumulate_hook(const at::Tensor& parameter) {
 
 }  // namespace
 
-std::optional<Reduction> Unit::start_reduction(const std::vector<size_t>& indices, std::vector<at::Tensor> gradients) {
+std::optional<Reduction> Unit::start_reduction(const std::vector<size_t>& indices, std::vector<at::Tensor> gradients,
+                                               double divisor) {
   Below below(dtensor::kDTensorKey);
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   Reduction reduction;
+  reduction.divisor = divisor;
   std::vector<TensorPair> pairs;
   const auto ranks = shard_size();
   for (size_t k = 0; k < indices.size(); ++k) {
@@ -87,10 +89,9 @@ void Unit::finish_reduction(Reduction reduction) {
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   if (reduction.work) reduction.work->wait();
-  const auto ranks = shard_size();
   for (size_t k = 0; k < reduction.indices.size(); ++k) {
     auto& shard = reduction.shards[k];
-    if (ranks > 1) shard.div_(static_cast<double>(ranks));
+    if (reduction.divisor != 1) shard.div_(reduction.divisor);
     land(reduction.indices[k], std::move(shard));
   }
 }

@@ -16,7 +16,8 @@
 
 #include "dtensor/collective.h"
 #include "dtensor/error.h"
-#include "hsdp/launch/backend.h"
+#include "hsdp/host.h"
+#include "hsdp/launch/backend_kind.h"
 #include "hsdp/launch/device.h"
 #include "hsdp/launch/job_seed.h"
 #include "hsdp/launch/launcher_env.h"
@@ -33,7 +34,8 @@ struct Environment::State {
   LauncherEnv launcher;
   InitOptions options;
   std::string backend_name = "none";
-  c10::Device device{c10::kCPU};
+  const BackendKind* kind = nullptr;
+  c10::Device device{kHost};
   // In this order, so that groups end before the store they met in.
   c10::intrusive_ptr<c10d::Store> store;
   c10::intrusive_ptr<c10d::Backend> backend;
@@ -77,40 +79,79 @@ auto meeting(const LauncherEnv& launcher, std::chrono::milliseconds timeout, con
   } catch (const dtensor::Error&) {
     throw;
   } catch (const std::exception& error) {
+    const std::string cause = dtensor::backend_message(error);
+    const bool taken = cause.find("EADDRINUSE") != std::string::npos;
     raise<CommunicationError>(kWhere, what, " failed on rank ", launcher.rank, " of ", launcher.world_size,
-                              " (timeout ", seconds_text(timeout), "): ", dtensor::backend_message(error),
-                              "; every rank must start, with the same addresses, within the timeout");
+                              " (timeout ", seconds_text(timeout), "): ", cause,
+                              taken ? "; another job uses the port, set MASTER_PORT to a free one on every rank"
+                                    : "; every rank must start, with the same addresses, within the timeout");
   }
 }
 
-/// Refuses bad options and picks "gloo" or "nccl".
-std::string choose_backend(const InitOptions& options) {
+void check_options(const InitOptions& options) {
   if (options.timeout <= std::chrono::milliseconds(0)) {
     raise<ValueError>(kWhere, "timeout ", seconds_text(options.timeout), ", expected more than 0");
   }
-  if (options.backend == "auto") return nccl_available() && cuda_device_count() > 0 ? "nccl" : "gloo";
-  if (options.backend != "gloo" && options.backend != "nccl") {
-    raise<ValueError>(kWhere, "backend '", options.backend, "', expected auto, gloo or nccl");
+  if (options.local_rank.value_or(0) < 0) {
+    raise<ValueError>(kWhere, "local rank ", *options.local_rank, ", expected 0 or more");
   }
-  return options.backend;
 }
 
-void check_backend(const std::string& backend, const LauncherEnv& launcher) {
-  if (backend == "nccl") {
-    if (!nccl_available()) {
-      raise<NotSupportedError>(kWhere,
-                               "backend nccl in a build without NCCL, expected gloo; or build on a machine with "
-                               "a CUDA toolkit");
+/// "auto" is the first backend of which a device is visible.
+const BackendKind& choose_backend(const InitOptions& options) {
+  const auto kinds = backend_kinds();
+  const bool automatic = options.backend == "auto";
+  for (const auto* kind : kinds) {
+    if (automatic ? kind->missing.empty() && device_count(kind->device_type) > 0 : kind->name == options.backend) {
+      return *kind;
     }
-    const int64_t devices = cuda_device_count();
-    if (launcher.local_rank >= devices) {
-      raise<ValueError>(
-          kWhere, "local rank ", launcher.local_rank, " but ", devices,
-          " visible CUDA devices, expected one device a rank; start fewer ranks on this host, or use gloo");
-    }
-  } else if (launcher.world_size > 1 && !gloo_available()) {
-    raise<NotSupportedError>(kWhere, "backend gloo in a build without Gloo; build with HSDP_WITH_GLOO=ON");
   }
+  if (automatic) return *kinds.back();
+  std::string known = "auto";
+  for (size_t i = kinds.size(); i-- > 0;) known += (i == 0 ? " or " : ", ") + kinds[i]->name;
+  raise<ValueError>(kWhere, "backend '", options.backend, "', expected ", known);
+}
+
+/// The kind that a group of the program's own is of.
+const BackendKind& kind_of(const c10d::Backend& group, const InitOptions& options) {
+  const std::string name = group.getBackendName();
+  if (options.backend != "auto" && options.backend != name) {
+    raise<ValueError>("init_from", "backend ", options.backend, " and a group over ", name, ", expected auto or ",
+                      name);
+  }
+  for (const auto* kind : backend_kinds()) {
+    if (kind->name == name) return *kind;
+  }
+  raise<ValueError>("init_from", "a group over ", name,
+                    ", expected a backend that is known; register_backend() says on which devices it works");
+}
+
+void check_backend(const BackendKind& backend, const LauncherEnv& launcher) {
+  const bool on_host = backend.device_type == kHost;
+  if (!backend.missing.empty() && (launcher.world_size > 1 || !on_host)) {
+    raise<NotSupportedError>(kWhere, "backend ", backend.name, " ", backend.missing);
+  }
+}
+
+/// Where this rank computes.
+c10::Device choose_device(const BackendKind& backend, const LauncherEnv& launcher) {
+  if (backend.device_type == kHost) return kHost;
+  const int64_t devices = device_count(backend.device_type);
+  const int64_t index = launcher.may_bind_devices && devices == 1 ? 0 : launcher.local_rank;
+  if (index >= devices) {
+    raise<ValueError>(kWhere, "local rank ", launcher.local_rank, " but ", devices, " visible ",
+                      c10::DeviceTypeName(backend.device_type),
+                      " devices, expected one device a rank; start fewer ranks on this host, or use ",
+                      backend_kinds().back()->name);
+  }
+  return {backend.device_type, static_cast<c10::DeviceIndex>(index)};
+}
+
+/// Where the program's own group computes.
+c10::Device device_of(const c10d::Backend& group, const BackendKind& backend) {
+  if (backend.device_type == kHost) return kHost;
+  const auto bound = group.getBoundDeviceId();
+  return bound ? *bound : current_device(backend.device_type);
 }
 
 c10::intrusive_ptr<c10d::Store> connect_store(const LauncherEnv& launcher, std::chrono::milliseconds timeout) {
@@ -123,7 +164,8 @@ c10::intrusive_ptr<c10d::Store> connect_store(const LauncherEnv& launcher, std::
   const std::string what = c10::str("the store at ", launcher.master_addr, ":", launcher.master_port);
   auto store = meeting(launcher, timeout, what,
                        [&] { return c10::make_intrusive<c10d::TCPStore>(launcher.master_addr, options); });
-  return c10::make_intrusive<c10d::PrefixStore>(c10::str("hsdp/attempt_", launcher.restart_count), store);
+  const std::string job = launcher.job.empty() ? "hsdp" : "hsdp/" + launcher.job;
+  return c10::make_intrusive<c10d::PrefixStore>(c10::str(job, "/attempt_", launcher.restart_count), store);
 }
 
 /// All ranks must talk through the same backend: otherwise each would wait for a partner that never comes.
@@ -138,15 +180,20 @@ void agree(c10d::Store& store, const LauncherEnv& launcher, const std::string& b
   adopt_seed_if_never_seeded(std::stoull(store.get_to_str("seed")));
 }
 
-c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name, const c10::intrusive_ptr<c10d::Store>& store,
+c10::intrusive_ptr<c10d::Backend> make_backend(const BackendKind& kind, const c10::intrusive_ptr<c10d::Store>& store,
                                                int64_t rank, int64_t size, std::chrono::milliseconds timeout,
                                                c10::Device device) {
-  return name == "nccl" ? make_nccl_backend(store, rank, size, timeout, device)
-                        : make_gloo_backend(store, rank, size, timeout);
+  auto backend = kind.make(store, rank, size, timeout, device);
+  if (!backend) {
+    raise<ValueError>(kWhere, "the factory of backend ", kind.name, " returned nothing, expected a c10d backend");
+  }
+  // A barrier carries no tensor that would say where to run.
+  if (device.has_index()) backend->setBoundDeviceId(device);
+  return backend;
 }
 
-/// Gloo writes to sockets whose other end may be gone. Left at its default, the signal would end this process without a
-/// word where it should say which collective failed. A handler of the program's own stays.
+/// Backends write to sockets whose other end may be gone. Left at its default, the signal would end this process
+/// without a word where it should say which collective failed. A handler of the program's own stays.
 void ignore_broken_pipes() {
   struct sigaction action {};
   if (sigaction(SIGPIPE, nullptr, &action) == 0 && action.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
@@ -163,6 +210,18 @@ Current& current() {
   return *instance;
 }
 
+/// For a program that is its own launcher. The caller holds the lock.
+LauncherEnv own_launcher(int64_t rank, int64_t world_size) {
+  if (current().environment) {
+    raise<StateError>("init_from", "this process has an environment already; call shutdown() before");
+  }
+  LauncherEnv launcher;
+  launcher.source = "init_from";
+  launcher.rank = launcher.local_rank = rank;
+  launcher.world_size = world_size;
+  return launcher;
+}
+
 void announce(const Environment& environment, const std::string& source) {
   const int64_t ranks = environment.world_size();
   const std::string device = c10::DeviceTypeName(environment.device().type(), /*lower_case=*/true);
@@ -174,26 +233,36 @@ void announce(const Environment& environment, const std::string& source) {
 
 }  // namespace
 
-Environment Environment::start(const LauncherEnv& launcher, const InitOptions& options,
-                               c10::intrusive_ptr<c10d::Store> store) {
+Environment Environment::start(LauncherEnv launcher, const InitOptions& options, c10::intrusive_ptr<c10d::Store> store,
+                               c10::intrusive_ptr<c10d::Backend> group) {
+  check_options(options);
+  if (options.local_rank) {
+    launcher.local_rank = *options.local_rank;
+    launcher.may_bind_devices = false;
+  }
   auto state = std::make_shared<State>();
   state->launcher = launcher;
   state->options = options;
-  const std::string backend = choose_backend(options);
+  const BackendKind& backend = group ? kind_of(*group, options) : choose_backend(options);
   check_backend(backend, launcher);
-  if (backend == "nccl") {
-    set_cuda_device(launcher.local_rank);
-    state->device = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(launcher.local_rank));
-  }
+  state->kind = &backend;
+  state->device = group ? device_of(*group, backend) : choose_device(backend, launcher);
+  if (state->device.type() != kHost) set_device(state->device);
   if (launcher.world_size == 1) {
     state->communicator = dtensor::make_self_communicator();
   } else {
-    state->backend_name = backend;
+    state->backend_name = backend.name;
     ignore_broken_pipes();
     state->store = store ? std::move(store) : connect_store(launcher, options.timeout);
-    meeting(launcher, options.timeout, c10::str("connecting ranks over ", backend), [&] {
+    meeting(launcher, options.timeout, c10::str("connecting ranks over ", backend.name), [&] {
       state->store->setTimeout(options.timeout);
-      agree(*state->store, launcher, backend);
+      agree(*state->store, launcher, backend.name);
+      if (group) {
+        // Tells whoever waits whether to block the host.
+        if (state->device.has_index() && !group->getBoundDeviceId()) group->setBoundDeviceId(state->device);
+        state->backend = std::move(group);
+        return;
+      }
       const auto world = c10::make_intrusive<c10d::PrefixStore>("world", state->store);
       state->backend = make_backend(backend, world, launcher.rank, launcher.world_size, options.timeout, state->device);
     });
@@ -237,8 +306,7 @@ std::shared_ptr<const dtensor::DeviceMesh> Environment::make_mesh(std::vector<in
     key += c10::str("/use_", state_->group_uses[key]++);
     auto backend = meeting(state_->launcher, timeout, c10::str("connecting axis ", axis), [&] {
       const auto store = c10::make_intrusive<c10d::PrefixStore>(key, state_->store);
-      return make_backend(state_->backend_name, store, index, static_cast<int64_t>(ranks.size()), timeout,
-                          state_->device);
+      return make_backend(*state_->kind, store, index, static_cast<int64_t>(ranks.size()), timeout, state_->device);
     });
     return dtensor::make_c10d_communicator(std::move(backend), axis, timeout);
   };
@@ -255,37 +323,42 @@ Environment init(const InitOptions& options) {
   auto& environment = current().environment;
   if (environment) {
     if (environment->options() != options) {
+      const bool other_place = environment->options().local_rank != options.local_rank;
       raise<StateError>(kWhere, "called again with backend ", options.backend, " and timeout ",
-                        seconds_text(options.timeout), ", first with ", environment->options().backend, " and ",
-                        seconds_text(environment->options().timeout),
+                        seconds_text(options.timeout), other_place ? " and another local rank" : "", ", first with ",
+                        environment->options().backend, " and ", seconds_text(environment->options().timeout),
                         ", expected the same options; use current_environment(), or call shutdown() before");
     }
     return *environment;
   }
   const LauncherEnv launcher = read_launcher_env(process_env);
-  environment = Environment::start(launcher, options, nullptr);
+  environment = Environment::start(launcher, options, nullptr, nullptr);
   if (launcher.rank == 0) announce(*environment, launcher.source);
   return *environment;
 }
 
 Environment init_from(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t world_size,
                       const InitOptions& options) {
-  std::lock_guard lock(current().mutex);
-  auto& environment = current().environment;
-  if (environment) {
-    raise<StateError>("init_from", "this process has an environment already; call shutdown() before");
-  }
   if (world_size < 1 || rank < 0 || rank >= world_size) {
     raise<ValueError>("init_from", "rank ", rank, " of ", world_size, ", expected 0 <= rank < world size");
   }
   if (world_size > 1 && !store) raise<ValueError>("init_from", "no store for ", world_size, " ranks to meet in");
-  LauncherEnv launcher;
-  launcher.source = "init_from";
-  launcher.rank = launcher.local_rank = rank;
-  launcher.world_size = world_size;
+  std::lock_guard lock(current().mutex);
+  const LauncherEnv launcher = own_launcher(rank, world_size);
   if (store) store = c10::make_intrusive<c10d::PrefixStore>("hsdp", std::move(store));
-  environment = Environment::start(launcher, options, std::move(store));
-  return *environment;
+  current().environment = Environment::start(launcher, options, std::move(store), nullptr);
+  return *current().environment;
+}
+
+Environment init_from(c10::intrusive_ptr<c10d::Store> store, c10::intrusive_ptr<c10d::Backend> group,
+                      const InitOptions& options) {
+  if (!group) raise<ValueError>("init_from", "no group, expected one of all ranks");
+  if (!store) raise<ValueError>("init_from", "no store beside the group, expected one where further groups can meet");
+  std::lock_guard lock(current().mutex);
+  const LauncherEnv launcher = own_launcher(group->getRank(), group->getSize());
+  store = c10::make_intrusive<c10d::PrefixStore>("hsdp", std::move(store));
+  current().environment = Environment::start(launcher, options, std::move(store), std::move(group));
+  return *current().environment;
 }
 
 bool is_initialized() {

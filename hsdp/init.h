@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -14,15 +15,23 @@
 #include "dtensor/communicator.h"
 #include "dtensor/device_mesh.h"
 
+namespace c10d {
+class Backend;
+class Store;
+}  // namespace c10d
+
 namespace hsdp {
 
 struct LauncherEnv;
 
 struct InitOptions {
-  /// "gloo" trains on the CPU, "nccl" on CUDA devices; "auto" is nccl where this build has it and a device is visible.
+  /// A built-in backend (docs/devices.md) or a registered one (backend.h); "auto" is the first whose devices are
+  /// visible.
   std::string backend = "auto";
   /// How long a rank waits for the others, at the start and in every collective.
   std::chrono::milliseconds timeout = std::chrono::seconds(300);
+  /// Position on this host, which picks the device: by default what the launcher says, or with init_from() the rank.
+  std::optional<int64_t> local_rank = {};
 
   bool operator==(const InitOptions&) const = default;
 };
@@ -37,9 +46,9 @@ class Environment {
   int64_t world_size() const;
   /// Position on this host.
   int64_t local_rank() const;
-  /// Where this rank computes: the CPU, or the CUDA device of the local rank.
+  /// Where this rank computes: the host, or the accelerator of the local rank.
   c10::Device device() const;
-  /// "gloo", "nccl", or "none" for a world of one.
+  /// The backend's name, or "none" for a world of one.
   const std::string& backend() const;
   const InitOptions& options() const;
 
@@ -58,11 +67,13 @@ class Environment {
   struct State;
   explicit Environment(std::shared_ptr<State> state) : state_(std::move(state)) {}
 
-  /// Connects to the launcher's store when `store` is null and there are several ranks.
-  static Environment start(const LauncherEnv& launcher, const InitOptions& options,
-                           c10::intrusive_ptr<c10d::Store> store);
+  /// With several ranks, connects to the launcher's store when `store` is null, and the ranks when `group` is.
+  static Environment start(LauncherEnv launcher, const InitOptions& options, c10::intrusive_ptr<c10d::Store> store,
+                           c10::intrusive_ptr<c10d::Backend> group);
   friend Environment init(const InitOptions& options);
   friend Environment init_from(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t world_size,
+                               const InitOptions& options);
+  friend Environment init_from(c10::intrusive_ptr<c10d::Store> store, c10::intrusive_ptr<c10d::Backend> group,
                                const InitOptions& options);
 
   std::shared_ptr<State> state_;
@@ -81,6 +92,12 @@ Environment init(const InitOptions& options = {});
 /// The same for a program that brings its own store and knows its rank; prints nothing. `store` is not used when
 /// world_size is 1. Throws StateError when the process has an environment already.
 Environment init_from(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t world_size,
+                      const InitOptions& options = {});
+
+/// The same for a program that has connected its ranks, too: `group` carries the collectives of all ranks (of a
+/// c10d::ProcessGroup it is what getBackend() returns), and `store` is where those of a part of them meet. Trains on
+/// the device that the group is bound to, else on the current one.
+Environment init_from(c10::intrusive_ptr<c10d::Store> store, c10::intrusive_ptr<c10d::Backend> group,
                       const InitOptions& options = {});
 
 /// Whether this process has an environment.

@@ -1,13 +1,13 @@
 #include "hsdp/meta_init.h"
 
-#include <ATen/CPUGeneratorImpl.h>
-
 #include <cstring>
 #include <mutex>
 #include <optional>
 
 #include "dtensor/dispatch.h"
+#include "dtensor/hash_bytes.h"
 #include "hsdp/construction/recorder.h"
+#include "hsdp/host.h"
 
 namespace hsdp {
 namespace {
@@ -28,10 +28,8 @@ std::shared_ptr<Tape> construction_before(const at::Tensor& generator_state) {
 // derived from where it was: the next construction must not start from the same state and get the same weights.
 void mark_generator(const std::shared_ptr<Tape>& tape) {
   const auto& entry = tape->generator_state();
-  uint64_t seed = 1469598103934665603ull;
-  const auto* bytes = static_cast<const uint8_t*>(entry.const_data_ptr());
-  for (size_t i = 0; i < entry.nbytes(); ++i) seed = (seed ^ bytes[i]) * 1099511628211ull;
-  auto generator = at::detail::getDefaultCPUGenerator();
+  const auto seed = dtensor::hash_bytes(entry.const_data_ptr(), entry.nbytes());
+  auto generator = host_generator();
   {
     std::lock_guard lock(generator.mutex());
     generator.set_current_seed(seed);

@@ -31,10 +31,10 @@ class ConstructionScope {
 ///
 /// The module's source is not changed. Constructors may call any operator, read constants (`item()`, accessors) and
 /// write them through raw pointers; torch::manual_seed is followed, device arguments are ignored. The default
-/// CPU generator is where plain construction would have left it once the values are replayed; until then it stands at a
+/// generator is where plain construction would have left it once the values are replayed; until then it stands at a
 /// state of its own, from which a next meta_init goes on rightly. Throws dtensor::NotSupportedError naming the operator
-/// where a constructor reads a random value on the host, passes its own generator, uses what another meta_init made, or
-/// writes random values into memory from outside. Exceptions of the factory pass through. Only this thread is recorded.
+/// where a constructor reads a random value on the host, uses what another meta_init made, or writes random values into
+/// memory from outside. Exceptions of the factory pass through. Only this thread is recorded.
 template <class F>
 auto meta_init(F&& factory) -> std::invoke_result_t<F> {
   ConstructionScope scope;

@@ -6,8 +6,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
+#include <cmath>
 
 #include "dtensor/error.h"
+#include "dtensor/hash_bytes.h"
 #include "hsdp/saved_tensors.h"
 
 namespace hsdp {
@@ -54,6 +57,7 @@ void Scheduler::enter_scope() {
                                         "another thread is inside a forward of this sharded module, expected "
                                         "one thread at a time; give each thread its own module or take turns");
   }
+  if (depth_ == 0 && registration_check_) registration_check_();
   if (depth_++ > 0) return;
   owner_thread_ = std::this_thread::get_id();
   ++scope_id_;
@@ -110,6 +114,7 @@ void Scheduler::read(Unit& unit) {
   std::lock_guard lock(mutex_);
   const bool backward = in_backward();
   if (backward) join_backward();
+  if (summoned_ > 0) return read_summoned(unit);
   if (&unit == current_ && unit.is_gathered() && !unit.is_stale()) return;
   check_values();
   if (backward) {
@@ -196,9 +201,74 @@ void Scheduler::start_gather(Unit& unit) {
   peaks_.bytes = std::max(peaks_.bytes, now.bytes);
 }
 
+// ---- summoned ----
+
+void Scheduler::summon() {
+  std::lock_guard lock(mutex_);
+  TORCH_INTERNAL_ASSERT(depth_ > 0);
+  if (summoned_ > 0) {
+    ++summoned_;
+    return;
+  }
+  if (in_backward()) {
+    dtensor::raise<dtensor::StateError>("SummonFull", "opened inside a backward, expected it outside of one");
+  }
+  check_values();
+  try {
+    prefetch(units_.front().get());
+    for (size_t i = 0; i < units_.size(); ++i) {
+      if (i + 1 < units_.size()) prefetch(units_[i + 1].get());
+      ensure_gathered(*units_[i]);
+    }
+  } catch (...) {
+    for (auto& unit : units_) unit->reshard();
+    throw;
+  }
+  for (auto& unit : units_) unit->pin();
+  summoned_ = 1;
+}
+
+void Scheduler::dismiss() noexcept {
+  std::lock_guard lock(mutex_);
+  if (--summoned_ > 0) return;
+  current_ = nullptr;
+  for (auto& unit : units_) {
+    unit->unpin();
+    // Other ranks need not have written the same.
+    unit->drop_raw_writes();
+    unit->reshard();
+  }
+}
+
+bool Scheduler::is_summoned() const {
+  std::lock_guard lock(mutex_);
+  return summoned_ > 0;
+}
+
+void Scheduler::check_not_summoned(const char* where) const {
+  if (!is_summoned()) return;
+  dtensor::raise<dtensor::StateError>(where,
+                                      "called inside hsdp::SummonFull, expected forwards without gradients only, "
+                                      "because other ranks need not do the same; call it after the scope");
+}
+
+void Scheduler::read_summoned(Unit& unit) const {
+  if (c10::GradMode::is_enabled()) {
+    dtensor::raise<dtensor::StateError>("SummonFull", "unit \"", unit.name(),
+                                        "\" is read with grad mode on inside hsdp::SummonFull, expected "
+                                        "torch::NoGradGuard around every forward there; train after the scope");
+  }
+  if (unit.is_stale()) {
+    dtensor::raise<dtensor::StateError>("SummonFull", "unit \"", unit.name(),
+                                        "\" was changed inside hsdp::SummonFull, expected reads only; change "
+                                        "parameters after the scope");
+  }
+}
+
 // ---- backward ----
 
 void Scheduler::join_backward() {
+  check_not_summoned("backward");
   if (backward_task_ != -1 && !backward_failed(backward_task_)) return;
   if (backward_task_ != -1) reset_iteration_state();
   backward_task_ = torch::autograd::get_current_graph_task_id();
@@ -237,35 +307,57 @@ void Scheduler::reduce(Unit& unit, int64_t scope_token, std::vector<size_t> indi
   join_backward();
   keep_wanted(unit, indices, gradients);
   unit.merge_direct_gradients(indices, gradients);
-  // With a retained graph the saved tensors stay; the unit has its gradients and will hardly be read again.
-  const bool done = unit.holds(scope_token) == 0 || torch::autograd::get_current_graph_task_keep_graph();
+  // With a retained graph the saved tensors stay; the unit has its gradients and will hardly be read again. In an inner
+  // backward the outer one is in the middle of a node, which may have unpacked what it saved in another scope.
+  const bool inner = torch::autograd::get_current_graph_task_id() != backward_task_;
+  const bool done =
+      (inner ? unit.holds() : unit.holds(scope_token)) == 0 || torch::autograd::get_current_graph_task_keep_graph();
   if (done && !unit.has_pins() && !unit.is_raw_accessed()) unit.reshard();
   start_reduction(unit, indices, std::move(gradients));
 }
 
 void Scheduler::start_reduction(Unit& unit, const std::vector<size_t>& indices, std::vector<at::Tensor> gradients) {
   finish_reductions();
-  auto reduction = unit.start_reduction(indices, std::move(gradients));
+  const auto divisor = gradient_divide_factor_.value_or(static_cast<double>(unit.shard_size()));
+  auto reduction = unit.start_reduction(indices, std::move(gradients), divisor);
   if (!reduction) return;
   note_collective(2, unit, reduction->indices);
+  mix_history(std::bit_cast<uint64_t>(divisor));
   reductions_.emplace_back(&unit, std::move(*reduction));
 }
 
+void Scheduler::set_gradient_divide_factor(double factor) {
+  if (!(factor > 0) || std::isinf(factor)) {
+    dtensor::raise<dtensor::ValueError>("set_gradient_divide_factor", "factor ", factor,
+                                        ", expected a finite number above 0; the number of ranks gives means, 1 gives "
+                                        "sums");
+  }
+  std::lock_guard lock(mutex_);
+  gradient_divide_factor_ = factor;
+}
+
+void Scheduler::mix_history(uint64_t value) { history_ = (history_ ^ value) * 1099511628211ull + (history_ >> 29); }
+
 // Two ranks whose collectives differ in unit, parameters or order differ in this hash from then on.
 int64_t Scheduler::note_collective(int64_t kind, const Unit& unit, const std::vector<size_t>& indices) {
-  const auto mix = [this](uint64_t value) { history_ = (history_ ^ value) * 1099511628211ull + (history_ >> 29); };
   const int64_t place =
       std::find_if(units_.begin(), units_.end(), [&](const auto& one) { return one.get() == &unit; }) - units_.begin();
-  mix(static_cast<uint64_t>(kind));
-  mix(static_cast<uint64_t>(place));
-  for (auto index : indices) mix(index + 1);
+  mix_history(static_cast<uint64_t>(kind));
+  mix_history(static_cast<uint64_t>(place));
+  for (auto index : indices) mix_history(index + 1);
   ++collectives_;
   return place;
 }
 
-std::array<int64_t, 3> Scheduler::next_signature(const Unit& unit) {
+std::array<int64_t, 4> Scheduler::next_signature(const Unit& unit) {
   const int64_t place = note_collective(1, unit, {});
-  return {static_cast<int64_t>(history_), place, collectives_};
+  return {static_cast<int64_t>(history_), place, collectives_, static_cast<int64_t>(writes_)};
+}
+
+void Scheduler::note_write(const std::string& parameter, uint64_t hash) {
+  std::lock_guard lock(mutex_);
+  writes_ = dtensor::hash_bytes(&hash, sizeof(hash), writes_);
+  last_written_ = parameter;
 }
 
 void Scheduler::reduce_direct(Unit& unit, size_t index, const at::Tensor& gradient) {
@@ -292,7 +384,7 @@ void Scheduler::reset_iteration_state() {
   for (auto& unit : units_) {
     unit->drop_direct_gradients();
     unit->disconnect();
-    unit->reshard();
+    if (summoned_ == 0) unit->reshard();
   }
 }
 

@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -45,6 +46,8 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   const std::vector<std::shared_ptr<Unit>>& units() const { return units_; }
   /// Called at the first read of every scope until it returns true: throws StateError while tensors have no values.
   void set_values_check(std::function<bool()> check) { values_check_ = std::move(check); }
+  /// Called when an outermost scope opens: throws if parameters were registered that no unit has.
+  void set_registration_check(std::function<void()> check) { registration_check_ = std::move(check); }
   void recheck_values() { values_checked_ = false; }
   void check_values();
 
@@ -60,13 +63,30 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   /// An operator or an unpack reads this unit: returns with it gathered. A collective.
   void read(Unit& unit);
   void last_hold_released(Unit& unit);
+
+  /// Gathers all units and keeps them until the matching dismiss(): reads in between are local, without grad mode only,
+  /// and nothing may be written. Inside a forward scope. Nests. The outermost is a collective.
+  void summon();
+  /// Frees them all, so that ranks which read unlike units go on alike.
+  void dismiss() noexcept;
+  bool is_summoned() const;
+  /// Throws StateError for something that changes parameters or communicates, while they are summoned.
+  void check_not_summoned(const char* where) const;
+
   /// Autograd has the full gradients of a unit.
   void reduce(Unit& unit, int64_t scope_token, std::vector<size_t> indices, std::vector<at::Tensor> gradients);
   void reduce_direct(Unit& unit, size_t index, const at::Tensor& gradient);
 
   /// Counts this gather and says what it is, for comparison with the other ranks: a hash over all gathers and
-  /// reductions, the unit's place in units(), and the number of collectives.
-  std::array<int64_t, 3> next_signature(const Unit& unit);
+  /// reductions, the unit's place in units(), the number of collectives, and a hash over what forwards wrote.
+  std::array<int64_t, 4> next_signature(const Unit& unit);
+  /// A whole parameter was written; `hash` is that of its values, which must be the same on all ranks.
+  void note_write(const std::string& parameter, uint64_t hash);
+  const std::string& last_written() const { return last_written_; }
+
+  /// Reduced gradients are sums over ranks divided by this, from the next reduction on. Unset: the number of ranks.
+  void set_gradient_divide_factor(double factor);
+  std::optional<double> gradient_divide_factor() const { return gradient_divide_factor_; }
 
   const GatheredPeaks& peaks() const { return peaks_; }
   void reset_peaks() { peaks_ = GatheredPeaks(); }
@@ -77,12 +97,14 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
 
  private:
   void read_in_forward(Unit& unit);
+  void read_summoned(Unit& unit) const;
   void read_in_backward(Unit& unit);
   void ensure_gathered(Unit& unit);
   void prefetch(Unit* unit);
   void start_gather(Unit& unit);
   /// Returns the unit's place in units().
   int64_t note_collective(int64_t kind, const Unit& unit, const std::vector<size_t>& indices);
+  void mix_history(uint64_t value);
   void start_reduction(Unit& unit, const std::vector<size_t>& indices, std::vector<at::Tensor> gradients);
   void join_backward();
   void end_backward();
@@ -94,6 +116,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   int64_t collectives_ = 0;
   std::vector<std::shared_ptr<Unit>> units_;
   std::function<bool()> values_check_;
+  std::function<void()> registration_check_;
   bool values_checked_ = false;
   mutable std::recursive_mutex mutex_;
 
@@ -101,6 +124,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
 
   // forward
   int64_t depth_ = 0;
+  int64_t summoned_ = 0;
   std::thread::id owner_thread_;
   int64_t scope_id_ = 0;
   Unit* current_ = nullptr;
@@ -114,6 +138,9 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
 
   // backward
   int64_t backward_task_ = -1;
+  uint64_t writes_ = 0;
+  std::string last_written_;
+  std::optional<double> gradient_divide_factor_;
   std::deque<std::pair<Unit*, Reduction>> reductions_;
 };
 

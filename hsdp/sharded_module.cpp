@@ -5,18 +5,22 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <map>
-#include <set>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
 #include "dtensor/dtensor.h"
 #include "dtensor/error.h"
+#include "dtensor/hash_bytes.h"
 #include "hsdp/construction/replay.h"
+#include "hsdp/host.h"
 #include "hsdp/init.h"
 #include "hsdp/module_access.h"
+#include "hsdp/rank_generators.h"
 #include "hsdp/transport.h"
+#include "hsdp/unit_groups.h"
 
 namespace hsdp {
 namespace {
@@ -28,6 +32,15 @@ using dtensor::ValueError;
 
 constexpr auto kWhere = "fully_shard";
 
+// Whether any of these values can only be had by drawing the construction's random numbers again.
+bool depends_on_draws(const Tape& tape, const std::vector<ValueId>& wanted) {
+  const auto items = tape.slice(wanted, /*draws=*/false);
+  return std::any_of(items.begin(), items.end(), [&](uint32_t index) {
+    const auto* operation = std::get_if<Operation>(&tape.items()[index]);
+    return operation != nullptr && operation->draws;
+  });
+}
+
 // Buffers that are still deferred belong to nobody; reading one in a forward reports everything that has no values.
 class LooseOwner : public dtensor::ParameterOwner {
  public:
@@ -36,9 +49,21 @@ class LooseOwner : public dtensor::ParameterOwner {
     auto module = module_.lock();
     return module && module->scheduler()->readable();
   }
-  at::Tensor unsharded(size_t, bool) override {
+  at::Tensor unsharded(size_t index, bool) override {
+    if (index > 0) {
+      raise<dtensor::NotSupportedError>("forward", "a tensor of shape ", c10::IntArrayRef(unregistered_.at(index - 1)),
+                                        " that requires grad was made in meta_init and is not registered in the "
+                                        "sharded module, expected register_parameter(name, tensor), or the detach() of "
+                                        "what was computed from parameters");
+    }
     if (auto module = module_.lock()) module->scheduler()->check_values();
     return {};
+  }
+  /// A tensor of the same construction that the module does not register and that requires grad. If it is another
+  /// module's parameter, that one's fully_shard takes it over.
+  void watch(dtensor::DTensorImpl& impl, const std::shared_ptr<LooseOwner>& self) {
+    unregistered_.push_back(impl.sizes().vec());
+    impl.set_owner(self, unregistered_.size());
   }
   at::Tensor unsharded_for_raw_access(size_t index) override { return unsharded(index, false); }
   void gather() override {}
@@ -49,108 +74,16 @@ class LooseOwner : public dtensor::ParameterOwner {
 
  private:
   std::weak_ptr<ShardedModule> module_;
+  std::vector<std::vector<int64_t>> unregistered_;  // by owner index, which starts at 1
 };
 
-std::string list(const std::set<std::string>& items, size_t limit) {
-  std::string text;
-  size_t count = 0;
-  for (auto& item : items) {
-    if (count++ == limit) return text + ", and " + std::to_string(items.size() - limit) + " more";
-    text += (count > 1 ? ", " : "") + item;
-  }
-  return text;
-}
-
-// FNV-1a; ranks only have to notice that they differ.
-int64_t hash_bytes(const at::Tensor& bytes) {
-  uint64_t hash = 1469598103934665603ull;
-  const auto* data = static_cast<const uint8_t*>(bytes.const_data_ptr());
-  for (size_t i = 0; i < bytes.nbytes(); ++i) hash = (hash ^ data[i]) * 1099511628211ull;
+int64_t hash_of(const std::vector<at::Tensor>& tensors) {
+  auto hash = dtensor::hash_bytes(nullptr, 0);
+  for (auto& bytes : tensors) hash = dtensor::hash_bytes(bytes.const_data_ptr(), bytes.nbytes(), hash);
   return static_cast<int64_t>(hash);
 }
 
 }  // namespace
-
-// What fully_shard would do, found out before anything changes.
-struct ShardedModule::Collected {
-  struct Parameter {
-    at::Tensor tensor;
-    std::vector<ParameterSlot> slots;
-  };
-  struct Group {
-    std::string path;
-    torch::nn::Module* module;
-    std::vector<Parameter> parameters;
-  };
-  std::vector<Group> groups;  // root first, then in the order of named_modules
-  std::vector<std::shared_ptr<Unit>> nested;
-  std::unordered_map<const c10::TensorImpl*, std::vector<ParameterSlot>> nested_slots;
-  std::unordered_set<const c10::TensorImpl*> parameters;
-
-  Collected(torch::nn::Module& root, const UnitSelector& selector) {
-    groups.push_back({"", &root, {}});
-    std::vector<bool> used(selector.rules().size(), false);
-    std::set<std::string> types, paths;
-    visit(root, "", 0, selector, used, types, paths);
-    for (size_t i = 0; i < used.size(); ++i) {
-      if (used[i]) continue;
-      raise<ValueError>(kWhere, "selector ", selector.rules()[i].description,
-                        " matches none of the submodules, expected at "
-                        "least one; the types here are ",
-                        types.empty() ? "none" : list(types, 12), ", the names ",
-                        paths.empty() ? "none" : list(paths, 12));
-    }
-  }
-
- private:
-  struct Position {
-    size_t group, index;
-  };
-
-  void visit(torch::nn::Module& module, const std::string& path, size_t group, const UnitSelector& selector,
-             std::vector<bool>& used, std::set<std::string>& types, std::set<std::string>& paths) {
-    if (!seen_modules_.insert(&module).second) return;
-    for (auto& entry : ModuleAccess::parameters(module)) {
-      if (!entry.value().defined()) continue;
-      add({&module, entry.key(), path.empty() ? entry.key() : path + "." + entry.key()}, entry.value(), group);
-    }
-    for (auto& child : module.named_children()) {
-      const auto child_path = path.empty() ? child.key() : path + "." + child.key();
-      types.insert(child.value()->name());
-      paths.insert(child_path);
-      auto child_group = group;
-      for (size_t i = 0; i < used.size(); ++i) {
-        if (!selector.rules()[i].matches(child_path, *child.value())) continue;
-        used[i] = true;
-        if (child_group != group) continue;
-        child_group = groups.size();
-        groups.push_back({child_path, child.value().get(), {}});
-      }
-      visit(*child.value(), child_path, child_group, selector, used, types, paths);
-    }
-  }
-
-  void add(ParameterSlot slot, const at::Tensor& tensor, size_t group) {
-    const auto* identity = tensor.unsafeGetTensorImpl();
-    if (auto found = positions_.find(identity); found != positions_.end()) {
-      groups[found->second.group].parameters[found->second.index].slots.push_back(std::move(slot));
-      return;
-    }
-    parameters.insert(identity);
-    if (auto* impl = dtensor::distributed_impl(tensor)) {
-      if (auto unit = std::dynamic_pointer_cast<Unit>(impl->owner())) {
-        if (std::find(nested.begin(), nested.end(), unit) == nested.end()) nested.push_back(unit);
-        nested_slots[identity].push_back(std::move(slot));
-        return;
-      }
-    }
-    positions_[identity] = {group, groups[group].parameters.size()};
-    groups[group].parameters.push_back({tensor, {std::move(slot)}});
-  }
-
-  std::unordered_set<const torch::nn::Module*> seen_modules_;
-  std::unordered_map<const c10::TensorImpl*, Position> positions_;
-};
 
 std::shared_ptr<ShardedModule> ShardedModule::create(std::shared_ptr<torch::nn::Module> module,
                                                      const FullyShardOptions& options) {
@@ -161,7 +94,7 @@ std::shared_ptr<ShardedModule> ShardedModule::create(std::shared_ptr<torch::nn::
                                       " axes, expected one to shard over; "
                                       "pass a mesh of one axis");
   }
-  Collected found(*module, options.units);
+  const UnitGroups found(*module, options.units);
 
   // ---- validate; nothing has changed yet ----
   std::shared_ptr<ShardedModule> sharded(new ShardedModule(module));
@@ -180,6 +113,11 @@ std::shared_ptr<ShardedModule> ShardedModule::create(std::shared_ptr<torch::nn::
                         other->name(),
                         "\", expected parts that this module contains; a submodule can be shared by "
                         "sharding one module that contains both");
+    }
+    if (scheduler && scheduler->gradient_divide_factor()) {
+      raise<StateError>(
+          kWhere, "unit \"", unit->name(), "\" has a gradient divide factor of ", *scheduler->gradient_divide_factor(),
+          ", expected none yet; call set_gradient_divide_factor on what the outermost fully_shard returns");
     }
     for (auto& parameter : unit->parameters()) sharded->add_tape(parameter.tape());
     if (unit->parameters().front().layout().mesh() != mesh) {
@@ -235,20 +173,28 @@ std::shared_ptr<ShardedModule> ShardedModule::create(std::shared_ptr<torch::nn::
   for (auto& buffer : module->named_buffers()) {
     auto* impl = dtensor::dtensor_impl(buffer.value());
     if (impl == nullptr || !buffers.try_emplace(impl, buffer.key()).second) continue;
+    if (buffer.value().requires_grad() && found.parameters.count(impl) == 0) {
+      raise<dtensor::NotSupportedError>(kWhere, "buffer \"", buffer.key(), "\" of shape ", buffer.value().sizes(),
+                                        " requires grad, expected one without; register it as a parameter, or the "
+                                        "detach() of what was computed from parameters");
+    }
     if (auto tape = tape_of(buffer.value())) sharded->add_tape(tape);
   }
+  std::vector<at::Tensor> unregistered;
   for (auto& tape : sharded->tapes_) {
     for (auto& live : tape->live()) {
       auto* impl = dtensor::dtensor_impl(live.tensor);
       if (impl == nullptr || found.parameters.count(impl) != 0) continue;
       auto buffer = buffers.find(impl);
       const bool registered = buffer != buffers.end();
-      // What requires grad and is not registered here is a parameter of another module of the same construction.
-      if (!registered && live.tensor.requires_grad()) continue;
       const auto name = registered ? buffer->second : c10::str("unregistered member of shape ", live.tensor.sizes());
       if (auto shared = memory.find(impl->local().storage().unsafeGetStorageImpl()); shared != memory.end()) {
         raise<dtensor::NotSupportedError>(kWhere, "tensor \"", name, "\" is a view of parameter \"", shared->second,
                                           "\", expected memory of its own; take the view inside forward");
+      }
+      if (!registered && live.tensor.requires_grad()) {
+        unregistered.push_back(live.tensor);
+        continue;
       }
       sharded->loose_.push_back({name, live.tensor, tape, live.id});
     }
@@ -257,6 +203,9 @@ std::shared_ptr<ShardedModule> ShardedModule::create(std::shared_ptr<torch::nn::
   if (mesh->has_groups() && mesh->size() > 1) transport = make_transport(mesh->shared_communicator(0));
 
   // ---- commit ----
+  if (mesh->rank() == 0) {
+    for (auto& orphan : found.orphans) std::fprintf(stderr, "%s\n", orphan.c_str());
+  }
   for (auto& unit : fresh) {
     for (auto& parameter : unit->parameters()) parameter.shard_on_meta();
     unit->adopt_parameters();
@@ -276,6 +225,7 @@ std::shared_ptr<ShardedModule> ShardedModule::create(std::shared_ptr<torch::nn::
     impl->set_name(loose.name);
     impl->set_owner(loose_owner, 0);
   }
+  for (auto& tensor : unregistered) loose_owner->watch(*dtensor::dtensor_impl(tensor), loose_owner);
   sharded->loose_owner_ = loose_owner;
   // A unit's place in this list is part of what ranks compare at each gather; it is the same on all.
   auto all = std::move(fresh);
@@ -298,6 +248,12 @@ std::shared_ptr<ShardedModule> ShardedModule::create(std::shared_ptr<torch::nn::
     auto locked = weak.lock();
     return locked == nullptr || locked->check_values();
   });
+  sharded->own_scheduler_->set_registration_check([weak = std::weak_ptr<ShardedModule>(sharded)] {
+    if (auto locked = weak.lock()) locked->check_registered();
+  });
+  for (auto& unit : all) {
+    for (auto& parameter : unit->parameters()) sharded->managed_.insert(&parameter.impl());
+  }
   sharded->own_scheduler_->set_units(all);
   sharded->units_ = std::move(all);
   return sharded;
@@ -332,6 +288,7 @@ void ShardedModule::materialize(at::Device device) {
 
 void ShardedModule::replace_by_empty(at::Device device) {
   check_device("to_empty", device);
+  scheduler()->check_not_summoned("to_empty");
   std::vector<std::pair<ParameterSlot, at::Tensor>> former;
   for (auto& unit : units_) {
     for (auto& parameter : unit->parameters()) {
@@ -350,6 +307,7 @@ void ShardedModule::replace_by_empty(at::Device device) {
 }
 
 int64_t ShardedModule::reset_sharded_param() {
+  scheduler()->check_not_summoned("reset_sharded_param");
   struct Planned {
     ShardedParameter* parameter;
     ShardedParameter::Reset reset;
@@ -369,6 +327,7 @@ int64_t ShardedModule::reset_sharded_param() {
 
 void ShardedModule::to_empty(at::Device device) {
   replace_by_empty(device);
+  seed_of_to_empty_ = host_generator().current_seed();
   reset_sharded_param();
   for (auto& unit : units_) {
     for (auto& parameter : unit->parameters()) parameter.impl().set_has_values(false);
@@ -409,41 +368,68 @@ void ShardedModule::replay_init() {
   Below below(dtensor::kDTensorKey);
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
+  scheduler()->check_not_summoned("replay_init");
+  check_generators();
+  if (replay_values(/*only_missing=*/false)) part_generators();
+  generators_settled_ = true;
+  scheduler()->recheck_values();
+}
+
+void ShardedModule::replay_missing() {
+  scheduler()->check_not_summoned("replay_missing");
+  Below below(dtensor::kDTensorKey);
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  if (replay_values(/*only_missing=*/true)) {
+    part_generators();
+    generators_settled_ = true;
+  }
+  scheduler()->recheck_values();
+}
+
+void ShardedModule::check_generators() const {
   if (mesh_->size() > 1 && mesh_->has_groups()) {
     const auto device =
         at::TensorOptions(units_.front()->parameters().front().impl().local().device()).dtype(at::kLong);
     std::vector<int64_t> hashes;
-    for (auto& tape : tapes_) hashes.push_back(hash_bytes(tape->generator_state()));
+    for (auto& tape : tapes_) hashes.push_back(hash_of(tape->generator_states()));
     const auto mine = at::tensor(hashes).to(device.device());
     auto all = at::empty({mesh_->size() * mine.numel()}, device);
     mesh_->communicator(0).all_gather(all, mine, {"all_gather", "replay_init seed check"})->wait();
-    const auto table = all.view({mesh_->size(), mine.numel()}).cpu();
+    const auto table = all.view({mesh_->size(), mine.numel()}).to(kHost);
     for (int64_t rank = 1; rank < mesh_->size(); ++rank) {
       if (table[rank].equal(table[0])) continue;
       raise<ValueError>("replay_init", "rank ", rank,
                         " had another generator state than rank 0 when meta_init ran, expected "
-                        "the same on all ranks; call torch::manual_seed(seed) with one seed before meta_init");
+                        "the same on all ranks; call torch::manual_seed(seed) with one seed before meta_init, and seed "
+                        "alike what constructors seed");
     }
   }
+}
+
+// Whether a generator stands now where plain construction leaves it.
+bool ShardedModule::replay_values(bool only_missing) {
+  bool as_constructed = false;
+  bool generators_checked = !only_missing;
   for (auto& tape : tapes_) {
     std::multimap<ValueId, ShardedParameter*> parameters;
     std::multimap<ValueId, LooseTensor*> loose;
     std::vector<ValueId> wanted;
     for (auto& unit : units_) {
       for (auto& parameter : unit->parameters()) {
-        if (parameter.tape() != tape) continue;
+        if (only_missing || parameter.tape() != tape) continue;
         parameters.emplace(parameter.value(), &parameter);
         wanted.push_back(parameter.value());
       }
     }
     for (auto& tensor : loose_) {
-      if (tensor.tape != tape) continue;
+      if (tensor.tape != tape || (only_missing && has_value(tensor))) continue;
       loose.emplace(tensor.value, &tensor);
       wanted.push_back(tensor.value);
     }
     std::sort(wanted.begin(), wanted.end());
     wanted.erase(std::unique(wanted.begin(), wanted.end()), wanted.end());
-    replay(*tape, wanted, [&](ValueId value, const at::Tensor& full) {
+    const ReplaySink sink = [&](ValueId value, const at::Tensor& full) {
       for (auto [entry, end] = parameters.equal_range(value); entry != end; ++entry) {
         auto& parameter = *entry->second;
         auto local = parameter.impl().local();
@@ -454,9 +440,35 @@ void ShardedModule::replay_init() {
         entry->second->tensor.copy_(full);
         entry->second->filled = true;
       }
-    });
+    };
+    if (only_missing && !depends_on_draws(*tape, wanted)) {
+      evaluate(*tape, wanted, sink);
+      continue;
+    }
+    if (!std::exchange(generators_checked, true)) check_generators();
+    as_constructed |= replay(*tape, wanted, sink);
   }
-  scheduler()->recheck_values();
+  return as_constructed;
+}
+
+bool ShardedModule::has_value(const LooseTensor& loose) {
+  return dtensor::dtensor_impl(loose.tensor) == nullptr &&
+         (loose.filled || loose.tensor._version() != loose.empty_version);
+}
+
+void ShardedModule::set_gradient_divide_factor(double factor) {
+  auto scheduler = this->scheduler();
+  if (scheduler->root() != module_.get()) {
+    raise<StateError>("set_gradient_divide_factor", "module ", module_->name(),
+                      " is part of a larger sharded module, expected the outermost; call it on what the outermost "
+                      "fully_shard returned");
+  }
+  scheduler->set_gradient_divide_factor(factor);
+}
+
+void ShardedModule::part_generators() {
+  if (mesh_->size() == 1 || !mesh_->has_groups()) return;
+  hsdp::part_generators(mesh_->rank(), units_.front()->parameters().front().impl().local().device());
 }
 
 std::vector<std::string> ShardedModule::tensors_without_values() const {
@@ -473,26 +485,42 @@ std::vector<std::string> ShardedModule::tensors_without_values() const {
   for (auto& loose : loose_) {
     if (dtensor::dtensor_impl(loose.tensor) != nullptr) {
       names.push_back("\"" + loose.name + "\" (on meta)");
-    } else if (!loose.filled && loose.tensor._version() == loose.empty_version) {
+    } else if (!has_value(loose)) {
       names.push_back("\"" + loose.name + "\" (never set)");
     }
   }
   return names;
 }
 
-bool ShardedModule::check_values() const {
-  std::unordered_set<const c10::TensorImpl*> managed;
-  for (auto& unit : units_) {
-    for (auto& parameter : unit->parameters()) managed.insert(&parameter.impl());
+// Without the names of named_parameters(), which would cost more than a small forward.
+bool ShardedModule::registers_others(torch::nn::Module& module) const {
+  for (auto& entry : ModuleAccess::parameters(module)) {
+    if (entry.value().defined() && managed_.count(entry.value().unsafeGetTensorImpl()) == 0) return true;
   }
+  const auto children = module.children();
+  return std::any_of(children.begin(), children.end(), [this](auto& child) { return registers_others(*child); });
+}
+
+void ShardedModule::check_registered() const {
+  if (!registers_others(*module_)) return;
   for (auto& parameter : module_->named_parameters()) {
-    if (managed.count(parameter.value().unsafeGetTensorImpl()) != 0) continue;
+    if (managed_.count(parameter.value().unsafeGetTensorImpl()) != 0) continue;
     raise<StateError>("forward", "parameter \"", parameter.key(),
                       "\" was registered after fully_shard, expected all of them "
                       "before it; register it in the module's constructor");
   }
+}
+
+bool ShardedModule::check_values() {
   const auto names = tensors_without_values();
-  if (names.empty()) return true;
+  if (names.empty()) {
+    // Values that came from elsewhere than a replay: no call says when they are complete, so the first forward does.
+    if (!std::exchange(generators_settled_, true) && !generators_are_parted() &&
+        host_generator().current_seed() == seed_of_to_empty_) {
+      part_generators();
+    }
+    return true;
+  }
   std::string text;
   for (size_t i = 0; i < names.size() && i < 20; ++i) text += (i ? ", " : "") + names[i];
   if (names.size() > 20) text += ", and " + std::to_string(names.size() - 20) + " more";

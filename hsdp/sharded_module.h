@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "dtensor/device_mesh.h"
@@ -58,8 +59,16 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   /// change.
   int64_t reset_sharded_param();
   /// Gives all tensors the values of plain construction with the same seed, bit for bit, at any number of ranks.
-  /// Collective. Throws StateError before to_empty, ValueError when the ranks' generators differed at construction.
+  /// From then on the ranks' default generators differ (rank_generators.h), unless the program has seeded since
+  /// construction. Collective. Throws StateError before to_empty, ValueError when the ranks' generators differed at
+  /// construction.
   void replay_init();
+  /// The same for buffers and captured tensors that have no value yet, after parameters came from elsewhere. Collective
+  /// where any of these depends on random numbers.
+  void replay_missing();
+
+  /// See FullySharded. Throws StateError for a part of a larger sharded module.
+  void set_gradient_divide_factor(double factor);
 
   /// Parameters, then buffers and captured tensors, that have no values yet, described for messages.
   std::vector<std::string> tensors_without_values() const;
@@ -73,20 +82,28 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
     bool filled = false;
     uint32_t empty_version = 0;
   };
-  struct Collected;
 
   explicit ShardedModule(std::shared_ptr<torch::nn::Module> module) : module_(std::move(module)) {}
   void add_tape(const std::shared_ptr<Tape>& tape);
   void check_device(const char* where, at::Device device) const;
-  bool check_values() const;
+  static bool has_value(const LooseTensor& loose);
+  void check_generators() const;
+  bool replay_values(bool only_missing);
+  bool registers_others(torch::nn::Module& module) const;
+  void check_registered() const;
+  bool check_values();
+  void part_generators();
 
   std::shared_ptr<torch::nn::Module> module_;
   std::shared_ptr<const dtensor::DeviceMesh> mesh_;
   std::vector<std::shared_ptr<Unit>> units_;
+  std::unordered_set<const c10::TensorImpl*> managed_;  // identities of the units' parameters
   std::shared_ptr<Scheduler> own_scheduler_;
   std::shared_ptr<dtensor::ParameterOwner> loose_owner_;
   std::vector<std::shared_ptr<Tape>> tapes_;
   std::vector<LooseTensor> loose_;
+  bool generators_settled_ = false;  // parted, or at a seed of the program's own
+  uint64_t seed_of_to_empty_ = 0;
 };
 
 }  // namespace hsdp

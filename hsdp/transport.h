@@ -37,7 +37,7 @@ class Transport {
   virtual dtensor::Communicator& communicator() const = 0;
 };
 
-/// A transport that groups collectives where the communicator prefers that (NCCL), and otherwise packs tensors into one
+/// A transport that groups collectives where the communicator prefers that, and otherwise packs tensors into one
 /// buffer and one collective a dtype.
 std::shared_ptr<Transport> make_transport(std::shared_ptr<dtensor::Communicator> communicator);
 

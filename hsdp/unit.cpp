@@ -9,9 +9,12 @@
 #include <algorithm>
 #include <utility>
 
+#include "dtensor/call_site.h"
 #include "dtensor/dispatch.h"
 #include "dtensor/dtensor.h"
 #include "dtensor/error.h"
+#include "dtensor/hash_bytes.h"
+#include "hsdp/host.h"
 #include "hsdp/scheduler.h"
 #include "hsdp/storage_memory.h"
 #include "hsdp/unit_backward.h"
@@ -95,10 +98,10 @@ void Unit::forget_unsharded(Unsharded& unsharded) {
     dtensor::forget_unsharded_storage(storage);
     if (shard_size() > 1) {
       // Views may outlive the unit; reading one must say so.
-      storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
-          "[raw access] a view of unit \"" + name_ +
-          "\" is read after its sharded module is gone, expected it alive; "
-          "copy what is needed longer with clone()");
+      free_memory(unsharded.flat);
+      say_when_read_without_memory(unsharded.flat, "[raw access] a view of unit \"" + name_ +
+                                                       "\" is read after its sharded module is gone, expected it "
+                                                       "alive; copy what is needed longer with clone()");
     }
   }
   const auto writes = unsharded.alias_writes;
@@ -125,7 +128,12 @@ void Unit::prepare_unsharded(size_t index) {
   unsharded.flat = flat;
   auto whole = flat.as_strided(layout.sizes(), dtensor::row_major_strides(layout.sizes()), flat.storage_offset());
   unsharded.whole = dtensor::raw_alias(whole);
-  if (!alone) free_memory(flat);
+  if (!alone) {
+    say_when_read_without_memory(flat, "[raw access] a view of parameter \"" + parameter.name() +
+                                           "\" has no memory outside a forward, expected to be read inside one; copy "
+                                           "what is needed longer with clone()");
+    free_memory(flat);
+  }
   dtensor::register_unsharded_storage(flat.storage().unsafeGetStorageImpl(), weak_from_this(), index);
 }
 
@@ -194,13 +202,19 @@ void Unit::finish_gather() {
 }
 
 void Unit::check_signatures() {
-  const auto table = signatures_.view(at::kByte).cpu().view(at::kLong).view({shard_size(), -1});
+  const auto table = signatures_.view(at::kByte).to(kHost).view(at::kLong).view({shard_size(), -1});
   signatures_ = at::Tensor();
   const auto rank = parameters_.front().layout().mesh()->rank();
   const auto own = table[rank];
   for (int64_t other = 0; other < shard_size(); ++other) {
     if (table[other].equal(own)) continue;
     auto scheduler = this->scheduler();
+    if (table[other].narrow(0, 0, 3).equal(own.narrow(0, 0, 3))) {
+      dtensor::raise<dtensor::StateError>(
+          "all_gather", "rank ", rank, " and rank ", other, " wrote other values into parameters in a forward",
+          scheduler->last_written().empty() ? "" : ", here last into \"" + scheduler->last_written() + "\"",
+          ", expected the same on all ranks, because each keeps its part; all-reduce what is written first");
+    }
     const auto& units = scheduler->units();
     const auto index = table[other][1].item<int64_t>();
     dtensor::raise<dtensor::CommunicationError>(
@@ -208,9 +222,9 @@ void Unit::check_signatures() {
         other, " gathers ",
         index >= 0 && index < static_cast<int64_t>(units.size()) ? "unit \"" + units[index]->name() + "\"" : "another",
         " as collective ", table[other][2].item<int64_t>(),
-        " or had other units or parameters before, expected the same on all ranks; every rank must call it: run the "
-        "same "
-        "forwards and use the same parameters on all ranks");
+        " or had other units, parameters or gradient divide factors before, expected the same on all ranks",
+        dtensor::call_site(),
+        "; every rank must call it: run the same forwards and use the same parameters on all ranks");
   }
 }
 
@@ -362,6 +376,18 @@ void Unit::gather() {
   if (auto scheduler = this->scheduler()) scheduler->read(*this);
 }
 
+bool Unit::is_read_only() const {
+  auto scheduler = this->scheduler();
+  return scheduler && scheduler->is_summoned();
+}
+
+void Unit::check_write(size_t index) const {
+  if (!is_read_only()) return;
+  dtensor::raise<dtensor::StateError>("SummonFull", "parameter \"", parameters_[index].name(),
+                                      "\" is changed inside hsdp::SummonFull, expected reads only, because other ranks "
+                                      "need not do the same; change it after the scope");
+}
+
 void Unit::written(size_t index) {
   Below below(dtensor::kDTensorKey);
   at::NoGradGuard no_grad;
@@ -371,8 +397,14 @@ void Unit::written(size_t index) {
     // The same memory: only the counter of the identity has to learn of it.
     parameter.impl().bump_version();
   } else {
+    const auto whole = dtensor::raw_alias(unsharded.whole);
     auto local = parameter.impl().local();
-    local.copy_(dtensor::narrow_to_box(dtensor::raw_alias(unsharded.whole), parameter.layout().local()));
+    local.copy_(dtensor::narrow_to_box(whole, parameter.layout().local()));
+    // Each rank keeps its part of its own values, so that the next gather must find them equal.
+    if (auto scheduler = this->scheduler()) {
+      const auto values = whole.to(kHost);
+      scheduler->note_write(parameter.name(), dtensor::hash_bytes(values.const_data_ptr(), values.nbytes()));
+    }
   }
   parameter.impl().set_has_values(true);
   unsharded.version = version_of(parameter.tensor());

@@ -25,6 +25,7 @@ class Scheduler;
 struct Reduction {
   std::vector<size_t> indices;          // parameters that have a gradient
   std::vector<at::Tensor> shards;       // padded, 1-D, sum over ranks once `work` is done
+  double divisor = 1;                   // of the sum
   std::shared_ptr<dtensor::Work> work;  // owns the full gradients as long as they are needed; null at one rank
 };
 
@@ -123,8 +124,9 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
   /// in autograd's bookkeeping.
   torch::autograd::Node* accumulator(size_t index) const { return accumulators_[index].get(); }
   /// Full gradients (some undefined) of the parameters at `indices` -> an asynchronous reduce-scatter.
-  std::optional<Reduction> start_reduction(const std::vector<size_t>& indices, std::vector<at::Tensor> gradients);
-  /// Waits, averages, runs parameter hooks and adds to the parameters' `.grad` as DTensors.
+  std::optional<Reduction> start_reduction(const std::vector<size_t>& indices, std::vector<at::Tensor> gradients,
+                                           double divisor);
+  /// Waits, divides, runs parameter hooks and adds to the parameters' `.grad` as DTensors.
   void finish_reduction(Reduction reduction);
   /// A full gradient that came past the unit's node.
   void add_direct_gradient(size_t index, const at::Tensor& gradient);
@@ -135,6 +137,7 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
 
   // ---- dtensor::ParameterOwner ----
   bool readable() const override;
+  bool holds_whole() const override { return state_ != State::sharded; }
   at::Tensor unsharded(size_t index, bool differentiable) override;
   at::Tensor unsharded_for_raw_access(size_t index) override;
   void gather() override;
@@ -142,8 +145,11 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
   void unpin() override { --pins_; }
   void written(size_t index) override;
   void shard_written(size_t index) override { ++unsharded_[index].alias_writes; }
+  void check_write(size_t index) const override;
+  bool is_read_only() const override;
   /// Somebody took a raw pointer: the memory stays until the outermost scope or backward ends.
   bool is_raw_accessed() const { return raw_accessed_; }
+  void drop_raw_writes() { raw_accessed_ = false; }
 
  private:
   enum class State { sharded, gathering, gathered };

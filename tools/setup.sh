@@ -6,7 +6,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-readonly requirements=(torch==2.11.0 numpy)
+requirements=(torch==2.11.0 numpy)
+readonly oldest_cmake=3.25
 readonly venv=.venv
 readonly stamp=$venv/installed-requirements.txt
 
@@ -53,6 +54,13 @@ libgloo-dev
   fi
 }
 
+# Whether the cmake at hand is recent enough.
+recent_cmake() {
+  local version
+  version=$(cmake --version 2>/dev/null | sed -n 's/^cmake version //p') || true
+  [[ $(printf '%s\n' "$oldest_cmake" "${version:-0}" | sort -V | head -1) == "$oldest_cmake" ]]
+}
+
 # Prints the first Python that torch has wheels for and that can make a virtual environment.
 usable_python() {
   local python
@@ -69,7 +77,11 @@ install_packages() {
   if [[ $(id -u) != 0 ]]; then as_root=(sudo); fi
   say "installing Debian packages: ${packages[*]}"
   "${as_root[@]}" apt-get update -q
-  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "${packages[@]}"
+  if ! "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "${packages[@]}"; then
+    say "apt-get could not install them. On Ubuntu most are in the component universe, which minimal images leave out:" \
+      "add-apt-repository universe"
+    exit 2
+  fi
 }
 
 own_torch=
@@ -85,6 +97,7 @@ for package in "${missing[@]}"; do
 done
 
 if [[ -n $own_torch ]]; then
+  if command -v cmake >/dev/null && ! recent_cmake; then needed+=("cmake>=$oldest_cmake"); fi
   if ((${#needed[@]})); then
     say "nothing is installed, since HSDP_PYTHON or CMAKE_PREFIX_PATH names a torch; missing (Debian names): ${needed[*]}"
     exit 2
@@ -104,6 +117,12 @@ if ((${#needed[@]})); then
     exit 2
   fi
   install_packages "${missing[@]}"
+fi
+
+# Ubuntu 22.04 has an older one.
+if ! recent_cmake; then
+  say "$(cmake --version | head -1) is older than $oldest_cmake: use $venv/bin/cmake, as the scripts in tools/ do"
+  requirements+=("cmake>=$oldest_cmake,<4")
 fi
 
 if [[ ! -e $stamp || $(<"$stamp") != "${requirements[*]}" ]]; then

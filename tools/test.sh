@@ -10,6 +10,8 @@ if [[ ${1:-} == --nightly ]]; then
 fi
 
 tools/setup.sh
+# There when the system's cmake is too old.
+if [[ -x .venv/bin/cmake ]]; then PATH=$(pwd)/.venv/bin:$PATH; fi
 cores=$(nproc)
 cmake --preset release
 cmake --build --preset release --parallel "$cores"

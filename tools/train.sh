@@ -29,6 +29,8 @@ else
 fi
 
 tools/setup.sh
+# There when the system's cmake is too old.
+if [[ -x .venv/bin/cmake ]]; then PATH=$(pwd)/.venv/bin:$PATH; fi
 cmake --preset release >/dev/null
 cmake --build --preset release --parallel "$(nproc)" --target hsdp_train
 

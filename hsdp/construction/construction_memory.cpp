@@ -8,12 +8,13 @@
 
 #include "dtensor/error.h"
 #include "hsdp/construction/replay.h"
+#include "hsdp/host.h"
 
 namespace hsdp {
 namespace {
 
 c10::Storage copy_of(const c10::Storage& storage, size_t begin, size_t bytes) {
-  auto copy = allocate_storage(bytes, at::kCPU);
+  auto copy = allocate_storage(bytes, kHost);
   if (bytes != 0) std::memcpy(copy.mutable_data(), static_cast<const char*>(storage.data()) + begin, bytes);
   return copy;
 }
@@ -258,7 +259,7 @@ void ConstructionMemory::to_constant(Memory& memory) {
 void ConstructionMemory::renew(Memory& memory, bool real, bool drawn) {
   follow_all(memory);
   const auto bytes = memory.storage.nbytes();
-  move(memory, allocate_storage(bytes, real ? at::kCPU : at::kMeta));
+  move(memory, allocate_storage(bytes, real ? kHost : at::kMeta));
   memory.real = real;
   memory.drawn = drawn;
   if (!real) memory.group = tape_->new_group();

@@ -24,7 +24,7 @@ struct Reading {
   ValueId value;
 };
 
-/// One piece of memory during construction. *Real* memory is on the CPU and holds a constant: it is not on the tape,
+/// One piece of memory during construction. *Real* memory is on the host and holds a constant: it is not on the tape,
 /// and an operator on the tape that reads it takes its bytes of that moment along. All other memory is on meta, and the
 /// tape says what it holds.
 struct Memory {

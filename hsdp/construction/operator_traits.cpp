@@ -26,6 +26,12 @@ const Names kOverwrites = {"aten::zero_",        "aten::fill_",      "aten::copy
 const Names kReadsOnHost = {"aten::item", "aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero",
                             "aten::allclose"};
 
+const Names kDrawsByShape = {"aten::rand",         "aten::randn",      "aten::randint",      "aten::randperm",
+                             "aten::rand_like",    "aten::randn_like", "aten::randint_like", "aten::normal",
+                             "aten::normal_",      "aten::uniform",    "aten::uniform_",     "aten::random",
+                             "aten::random_",      "aten::bernoulli",  "aten::bernoulli_",   "aten::cauchy_",
+                             "aten::exponential_", "aten::geometric_", "aten::log_normal_"};
+
 bool holds_tensor(const c10::Type& type) {
   if (type.kind() == c10::TypeKind::TensorType) return true;
   for (auto& contained : type.containedTypes()) {
@@ -46,6 +52,7 @@ OperatorTraits read_traits(const c10::OperatorHandle& op) {
   OperatorTraits traits;
   traits.draws = op.hasTag(at::Tag::nondeterministic_seeded);
   traits.reads_on_host = kReadsOnHost.contains(name) || op.hasTag(at::Tag::data_dependent_output);
+  traits.draws_by_shape = kDrawsByShape.contains(name);
   traits.dtype_only = name == "aten::type_as" || (name == "aten::to" && schema.overload_name() == "other");
   traits.compares_types = name == "aten::_has_compatible_shallow_copy_type";
   // Normalisation in training writes its running statistics without saying so in the schema.

@@ -24,6 +24,8 @@ struct OperatorTraits {
   bool overwrites = false;
   /// Takes numbers from a generator.
   bool draws = false;
+  /// How many it takes follows from shapes alone.
+  bool draws_by_shape = false;
   /// Returns what only the values can tell to the host: item, equal.
   bool reads_on_host = false;
   /// All it returns are arguments that it wrote, these.

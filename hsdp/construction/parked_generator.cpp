@@ -7,10 +7,11 @@
 #include <random>
 
 #include "dtensor/error.h"
+#include "hsdp/host.h"
 
 namespace hsdp {
 
-ParkedGenerator::ParkedGenerator() : generator_(at::globalContext().defaultGenerator(at::kCPU)) {
+ParkedGenerator::ParkedGenerator() : generator_(host_generator()) {
   std::random_device entropy;
   base_ = (static_cast<uint64_t>(entropy()) << 32 | entropy()) | uint64_t{1} << 63;
   {

@@ -8,7 +8,7 @@
 
 namespace hsdp {
 
-/// Takes the default CPU generator out of use while construction is recorded: draws are not made, so the generator is
+/// Takes the default generator out of use while construction is recorded: draws are not made, so the generator is
 /// parked under seeds that nobody would choose. A constructor that sets the generator (torch::manual_seed, set_state)
 /// shows by another seed. The destructor puts the state back that was there before.
 class ParkedGenerator {

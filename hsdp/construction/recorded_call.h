@@ -51,8 +51,11 @@ struct RecordedCall {
   torch::jit::Stack& stack;
   torch::jit::Stack arguments;
   std::vector<RecordedOperand> operands;
+  bool differentiable = false;       // plain construction would connect what it returns to what requires grad
+  at::Generator own_generator = {};  // as it was before the call; undefined: the default one
 
   const std::string& name() const { return op.schema().name(); }
+  bool draws_from_default() const { return traits.draws && !own_generator.defined(); }
   bool drawn() const {
     return traits.draws || std::any_of(operands.begin(), operands.end(), [](auto& operand) {
              return operand.data() && operand.taped() && operand.memory()->drawn;

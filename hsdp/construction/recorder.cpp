@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <mutex>
 #include <unordered_map>
 #include <utility>
 
@@ -14,6 +15,8 @@
 #include "dtensor/operator_call.h"
 #include "hsdp/construction/operator_traits.h"
 #include "hsdp/construction/recorded_call.h"
+#include "hsdp/host.h"
+#include "hsdp/rank_generators.h"
 
 namespace hsdp {
 
@@ -36,7 +39,7 @@ at::Tensor stand_in(const OperatorTraits& traits, const Operand& operand, c10::D
 }
 
 at::Tensor zeros(const Geometry& geometry) {
-  auto tensor = geometry.allocate(at::kCPU);
+  auto tensor = geometry.allocate(kHost);
   tensor.zero_();
   return tensor;
 }
@@ -98,7 +101,8 @@ std::string first_line(const std::string& text) { return text.substr(0, text.fin
 
 }  // namespace
 
-Recorder::Recorder() : tape_(std::make_shared<Tape>(generator_.entry_state())), memory_(tape_) {}
+Recorder::Recorder()
+    : tape_(std::make_shared<Tape>(common_generator_state(generator_.entry_state()))), memory_(tape_) {}
 
 std::shared_ptr<Tape> Recorder::finish() {
   follow_generator();
@@ -114,6 +118,7 @@ void Recorder::follow_generator() {
 }
 
 bool Recorder::intercept(const c10::OperatorHandle& op, Stack& stack) {
+  const bool grad_mode = at::GradMode::is_enabled();
   at::NoGradGuard no_grad;
   const auto count = op.schema().arguments().size();
   Call call{op, traits_of(op), stack, Stack(stack.end() - static_cast<std::ptrdiff_t>(count), stack.end()), {}};
@@ -124,8 +129,12 @@ bool Recorder::intercept(const c10::OperatorHandle& op, Stack& stack) {
     answer_set_data(call);
     return true;
   }
+  call.differentiable = grad_mode && call.name() != "aten::detach" &&
+                        std::any_of(call.operands.begin(), call.operands.end(),
+                                    [](auto& operand) { return operand.data() && operand.outer.requires_grad(); });
+  draw_from_own_generator(call);
   bool taped = prepare_overwrite(call);
-  if (call.traits.draws) follow_generator();
+  if (call.draws_from_default()) follow_generator();
   if (taped && call.traits.reads_on_host) {
     if (answer_equal(call)) return true;
     if (!make_constant(call)) {
@@ -147,12 +156,6 @@ bool Recorder::intercept(const c10::OperatorHandle& op, Stack& stack) {
 void Recorder::collect(Call& call) {
   for (size_t i = 0; i < call.arguments.size(); ++i) {
     const auto& argument = call.traits.arguments[i];
-    if (argument.generator && call.arguments[i].isGenerator() &&
-        call.arguments[i].toGenerator() != at::globalContext().defaultGenerator(at::kCPU)) {
-      raise<NotSupportedError>("meta_init", call.name(),
-                               " was given a generator of its own, expected the default one, which a replay can "
-                               "continue; seed the default generator instead");
-    }
     dtensor::for_each_tensor_in(call.arguments[i], [&](const at::Tensor& tensor) {
       auto* value = RecordedValue::of(tensor);
       if (value != nullptr && value->tape() == tape_) value = &memory_.follow(*dtensor::dtensor_impl(tensor));
@@ -173,10 +176,38 @@ void Recorder::collect(Call& call) {
           raise<NotSupportedError>("meta_init", call.name(), " uses a tensor of layout ", tensor.layout(),
                                    ", expected strided tensors; make it after materialize(device)");
         }
-        if (!tensor.is_cpu()) operand.outer = tensor.cpu();
+        if (tensor.device().type() != kHost) operand.outer = tensor.to(kHost);
       }
       call.operands.push_back(std::move(operand));
     });
+  }
+}
+
+// A program goes on drawing from a generator of its own after construction, so its numbers are drawn now as well, into
+// memory that goes at once; the tape keeps the state from which they can be drawn again.
+void Recorder::draw_from_own_generator(Call& call) const {
+  for (size_t i = 0; i < call.arguments.size(); ++i) {
+    if (!call.traits.arguments[i].generator || !call.arguments[i].isGenerator()) continue;
+    auto generator = call.arguments[i].toGenerator();
+    if (!generator.defined() || generator == host_generator()) continue;
+    if (generator.device().type() != kHost) {
+      raise<NotSupportedError>("meta_init", call.name(), " was given a generator of device ", generator.device(),
+                               ", expected one of the host, where construction is replayed; pass one of device ",
+                               c10::Device(kHost));
+    }
+    if (!call.traits.draws_by_shape) {
+      raise<NotSupportedError>("meta_init", call.name(),
+                               " was given a generator of its own, and how many numbers it takes depends on values, "
+                               "expected the default generator; leave the argument out");
+    }
+    {
+      std::lock_guard lock(generator.mutex());
+      call.own_generator = generator.clone();
+    }
+    auto scratch = call.substitute(kHost, [](Operand& operand) { return zeros(operand.geometry()); });
+    call.op.callBoxed(&scratch);
+    // Whatever else runs the operator takes numbers that nobody misses.
+    call.arguments[i] = call.own_generator.clone();
   }
 }
 
@@ -187,7 +218,7 @@ void Recorder::answer_set_data(Call& call) const {
     call.stack.emplace_back(true);
     return;
   }
-  auto plain = call.substitute(at::kCPU, [](Operand& operand) { return operand.outer; });
+  auto plain = call.substitute(kHost, [](Operand& operand) { return operand.outer; });
   call.op.callBoxed(&plain);
   call.stack.push_back(std::move(plain.back()));
 }
@@ -259,8 +290,8 @@ void Recorder::run_constant(Call& call) {
     }
     if (known && fresh_and_large(results)) return keep_taped(call, std::move(results));
   }
-  auto results = call.substitute(at::kCPU, [&](Operand& operand) {
-    if (operand.shape_only) return stand_in(call.traits, operand, at::kCPU);
+  auto results = call.substitute(kHost, [&](Operand& operand) {
+    if (operand.shape_only) return stand_in(call.traits, operand, kHost);
     if (operand.value != nullptr && operand.outer.unsafeGetTensorImpl()->is_wrapped_number()) {
       operand.below().unsafeGetTensorImpl()->set_wrapped_number(true);
     }
@@ -269,6 +300,14 @@ void Recorder::run_constant(Call& call) {
   call.op.callBoxed(&results);
   if (makes_only && fresh_and_large(results)) return keep_taped(call, std::move(results));
   keep_constant(call, std::move(results));
+}
+
+// What plain construction would compute from parameters requires grad here, too, so that nobody takes it for a value
+// without a history.
+at::Tensor Recorder::wrap(const Call& call, const at::Tensor& inner, const std::shared_ptr<Memory>& memory) {
+  auto outer = memory_.wrap(inner, memory);
+  if (call.differentiable && (outer.is_floating_point() || outer.is_complex())) outer.set_requires_grad(true);
+  return outer;
 }
 
 void Recorder::keep_constant(Call& call, Stack results) {
@@ -289,7 +328,7 @@ void Recorder::keep_constant(Call& call, Stack results) {
     call.stack.push_back(dtensor::map_tensors_in(result, [&](const at::Tensor& tensor) {
       if (!tensor.defined()) return tensor;
       if (auto* operand = call.identical(tensor)) return operand->outer;
-      return memory_.wrap(tensor, memory_at(tensor));
+      return wrap(call, tensor, memory_at(tensor));
     }));
   }
 }
@@ -336,8 +375,8 @@ void Recorder::run_without_meta_kernel(Call& call, const Stack& given, const std
   }
   if (make_constant(call)) return run_constant(call);
   bool ran = !call.op.hasTag(at::Tag::dynamic_output_shape);
-  auto results = call.substitute(at::kCPU, [&](Operand& operand) {
-    return operand.shape_only ? stand_in(call.traits, operand, at::kCPU) : zeros(operand.geometry());
+  auto results = call.substitute(kHost, [&](Operand& operand) {
+    return operand.shape_only ? stand_in(call.traits, operand, kHost) : zeros(operand.geometry());
   });
   if (ran) {
     try {
@@ -345,7 +384,7 @@ void Recorder::run_without_meta_kernel(Call& call, const Stack& given, const std
     } catch (const std::exception&) {
       ran = false;
     }
-    if (call.traits.draws) generator_.park();
+    if (call.draws_from_default()) generator_.park();
   }
   if (!ran) {
     raise<NotSupportedError>("meta_init", call.name(), " cannot run on tensors without memory (", reason,
@@ -363,7 +402,7 @@ void Recorder::keep_taped(Call& call, Stack results) {
     });
   }
   // Reading constants adds to the tape: before the results get their names.
-  Operation operation{call.op, encode(call), {}, c10::get_default_dtype_as_scalartype(), call.traits.draws};
+  Operation operation{call.op, encode(call), {}, c10::get_default_dtype_as_scalartype(), call.draws_from_default()};
 
   std::vector<GroupId> written;
   for (auto& operand : call.operands) {
@@ -408,13 +447,13 @@ void Recorder::keep_taped(Call& call, Stack results) {
         memory = known;
       }
       const bool there = tensor.storage().is_alias_of(memory->storage);
-      auto outer = memory_.wrap(there ? tensor : geometry.on(memory->storage), memory);
+      auto outer = wrap(call, there ? tensor : geometry.on(memory->storage), memory);
       operation.results.push_back(value_id_of(outer));
       return outer;
     }));
   }
   tape_->push(std::move(operation), written);
-  if (call.traits.draws) generator_.advance();
+  if (call.draws_from_default()) generator_.advance();
 }
 
 std::vector<Argument> Recorder::encode(const Call& call) {
@@ -428,9 +467,11 @@ std::vector<Argument> Recorder::encode(const Call& call) {
   for (size_t i = 0; i < call.arguments.size(); ++i) {
     const auto& argument = call.arguments[i];
     if (call.traits.arguments[i].device) {
-      encoded.emplace_back(c10::IValue(c10::Device(at::kCPU)));
+      encoded.emplace_back(c10::IValue(c10::Device(kHost)));
     } else if (call.traits.arguments[i].pin_memory) {
       encoded.emplace_back(c10::IValue());
+    } else if (call.traits.arguments[i].generator && call.own_generator.defined()) {
+      encoded.emplace_back(c10::IValue(call.own_generator));
     } else if (!dtensor::holds_tensors(argument)) {
       encoded.emplace_back(argument);
     } else if (!argument.isTensor()) {

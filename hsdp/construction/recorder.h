@@ -32,6 +32,8 @@ class Recorder final : public dtensor::OperatorInterceptor {
 
  private:
   void collect(RecordedCall& call);
+  void draw_from_own_generator(RecordedCall& call) const;
+  at::Tensor wrap(const RecordedCall& call, const at::Tensor& inner, const std::shared_ptr<Memory>& memory);
   bool prepare_overwrite(RecordedCall& call);
   void answer_set_data(RecordedCall& call) const;
   bool answer_equal(RecordedCall& call) const;

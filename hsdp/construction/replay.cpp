@@ -15,20 +15,19 @@
 #include "dtensor/dtensor_impl.h"
 #include "dtensor/operator_call.h"
 #include "hsdp/construction/operator_traits.h"
+#include "hsdp/host.h"
 
 namespace hsdp {
 namespace {
 
-at::Generator default_generator() { return at::globalContext().defaultGenerator(at::kCPU); }
-
 at::Tensor generator_state() {
-  auto generator = default_generator();
+  auto generator = host_generator();
   std::lock_guard lock(generator.mutex());
   return generator.get_state();
 }
 
 void set_generator_state(const at::Tensor& state) {
-  auto generator = default_generator();
+  auto generator = host_generator();
   std::lock_guard lock(generator.mutex());
   generator.set_state(state);
 }
@@ -130,10 +129,10 @@ class Player {
     const auto group = tape_.group_of(allocation.views.front().first);
     auto storage = allocation.content;
     if (!storage) {
-      storage = allocate_storage(allocation.bytes, at::kCPU);
+      storage = allocate_storage(allocation.bytes, kHost);
     } else if (tape_.rewritten(group) || wanted_.contains(group)) {
       // The tape's own content stays as it is, for the next replay.
-      auto copy = allocate_storage(storage.nbytes(), at::kCPU);
+      auto copy = allocate_storage(storage.nbytes(), kHost);
       if (storage.nbytes() != 0) std::memcpy(copy.mutable_data(), storage.data(), storage.nbytes());
       storage = std::move(copy);
     }
@@ -166,9 +165,13 @@ class Player {
       return alias ? dtensor::raw_alias(found) : found;
     };
     const auto& argument = operation.arguments[index];
-    if (const auto* literal = std::get_if<c10::IValue>(&argument)) return *literal;
+    if (const auto* literal = std::get_if<c10::IValue>(&argument)) {
+      // A generator of the constructor's own, as it was before this operator; it stays so for the next replay.
+      return literal->isGenerator() && literal->toGenerator() != host_generator() ? literal->toGenerator().clone()
+                                                                                  : *literal;
+    }
     if (const auto* value = std::get_if<ValueId>(&argument)) return tensor(*value);
-    if (const auto* geometry = std::get_if<Geometry>(&argument)) return geometry->allocate(at::kCPU);
+    if (const auto* geometry = std::get_if<Geometry>(&argument)) return geometry->allocate(kHost);
     const auto& values = std::get<std::vector<ValueId>>(argument);
     const auto& type = *operation.op.schema().arguments()[index].real_type();
     const auto* list = type.castRaw<c10::ListType>();
@@ -214,12 +217,15 @@ void play(const Tape& tape, std::span<const ValueId> wanted, const ReplaySink& s
 
 }  // namespace
 
-void replay(const Tape& tape, std::span<const ValueId> wanted, const ReplaySink& sink) {
+bool replay(const Tape& tape, std::span<const ValueId> wanted, const ReplaySink& sink) {
   const auto former = generator_state();
   auto restore = c10::make_scope_exit([&] { set_generator_state(former); });
   play(tape, wanted, sink);
   // Where the program has seeded or drawn since, that stands.
-  if (tape.exit_marker().defined() && former.equal(tape.exit_marker())) restore.release();
+  if (!tape.exit_marker().defined()) return former.equal(tape.generator_state());
+  const bool untouched = former.equal(tape.exit_marker());
+  if (untouched) restore.release();
+  return untouched;
 }
 
 void evaluate(const Tape& tape, std::span<const ValueId> wanted, const ReplaySink& sink) {

@@ -11,6 +11,7 @@
 
 #include "dtensor/dtensor_impl.h"
 #include "hsdp/construction/construction_memory.h"
+#include "hsdp/host.h"
 
 namespace hsdp {
 
@@ -99,6 +100,23 @@ std::vector<uint32_t> Tape::slice(std::span<const ValueId> wanted, bool draws) c
   }
   std::reverse(slice.begin(), slice.end());
   return slice;
+}
+
+std::vector<at::Tensor> Tape::generator_states() const {
+  std::vector<at::Tensor> states{generator_state_};
+  for (auto& item : items_) {
+    if (const auto* reseed = std::get_if<Reseed>(&item); reseed != nullptr && reseed->state.defined()) {
+      states.push_back(reseed->state);
+    }
+    const auto* operation = std::get_if<Operation>(&item);
+    if (operation == nullptr) continue;
+    for (auto& argument : operation->arguments) {
+      const auto* literal = std::get_if<c10::IValue>(&argument);
+      if (literal == nullptr || !literal->isGenerator() || literal->toGenerator() == host_generator()) continue;
+      states.push_back(literal->toGenerator().get_state());
+    }
+  }
+  return states;
 }
 
 uint64_t Tape::enlist(RecordedValue& value) {

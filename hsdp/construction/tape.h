@@ -41,8 +41,8 @@ struct Geometry {
 /// Zero to so many bytes of memory that nothing has filled.
 c10::Storage allocate_storage(size_t bytes, c10::Device device);
 
-/// An argument of a recorded operator: a literal, a value, a list of values (kNoValue: an absent element), or the shape
-/// of a tensor of which the operator reads nothing else.
+/// An argument of a recorded operator: a literal (a generator of the constructor's own as it was then), a value, a list
+/// of values (kNoValue: an absent element), or the shape of a tensor of which the operator reads nothing else.
 using Argument = std::variant<c10::IValue, ValueId, std::vector<ValueId>, Geometry>;
 
 struct Operation {
@@ -87,8 +87,11 @@ class Tape {
   /// have one id: aliases by data() and set_data().
   std::vector<LiveValue> live() const;
 
-  /// State of the default CPU generator when construction started: its true start, unless there is a predecessor.
+  /// State of the default generator when construction started: its true start, unless there is a predecessor.
   const at::Tensor& generator_state() const { return generator_state_; }
+  /// Every generator state that values depend on: that one, those that constructors set, and those of generators of
+  /// their own at each draw. Ranks that differ in one would make unlike values.
+  std::vector<at::Tensor> generator_states() const;
   /// The construction after which this one started while its numbers were not drawn yet: this one's start is its end.
   const std::shared_ptr<Tape>& predecessor() const { return predecessor_; }
   /// What stands on the generator since the end of construction for the state that drawing would have led to; undefined

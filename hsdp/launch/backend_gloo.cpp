@@ -2,16 +2,18 @@
 // distribution may be older: nothing here touches a Gloo type.
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
-#include "hsdp/launch/backend.h"
+#include "hsdp/launch/backend_builtin.h"
 
 namespace hsdp {
 
-bool gloo_available() { return true; }
-
-c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store, int64_t rank,
-                                                    int64_t size, std::chrono::milliseconds timeout) {
-  return c10::make_intrusive<c10d::ProcessGroupGloo>(store, static_cast<int>(rank), static_cast<int>(size),
-                                                     c10d::ProcessGroupGloo::Options::create_default(timeout));
+BackendKind gloo_backend() {
+  return {"gloo", c10::kCPU,
+          [](const c10::intrusive_ptr<c10d::Store>& store, int64_t rank, int64_t size,
+             std::chrono::milliseconds timeout, c10::Device) -> c10::intrusive_ptr<c10d::Backend> {
+            return c10::make_intrusive<c10d::ProcessGroupGloo>(
+                store, static_cast<int>(rank), static_cast<int>(size),
+                c10d::ProcessGroupGloo::Options::create_default(timeout));
+          }};
 }
 
 }  // namespace hsdp

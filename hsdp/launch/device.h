@@ -4,17 +4,20 @@
 
 #include <cstdint>
 
+/// Devices of any type, asked through what each type registers with libtorch.
 namespace hsdp {
 
-/// Number of CUDA devices that this process may use; 0 in a build without CUDA and on machines without a GPU.
-int64_t cuda_device_count();
-/// Makes a CUDA device the current one of the calling thread. Throws NotSupportedError in a build without CUDA.
-void set_cuda_device(int64_t index);
+/// Number of devices that this process may use; 0 for a type that neither this build nor a loaded library supports.
+int64_t device_count(c10::DeviceType type);
+/// The current device of the calling thread.
+c10::Device current_device(c10::DeviceType type);
+/// Makes a device the current one of the calling thread.
+void set_device(c10::Device device);
 
-/// Highest number of bytes in use since the process started, or on CUDA since the last reset: memory of the allocator
-/// on CUDA, resident memory of the process on CPU.
+/// Highest number of bytes in use: on the host of the whole process since it started, on a device those of its
+/// allocator since the last reset, or 0 where that keeps no count.
 int64_t peak_memory_bytes(c10::Device device);
-/// Starts a new measurement on CUDA; the operating system keeps the CPU's.
+/// Starts a new measurement on a device; the operating system keeps the host's.
 void reset_peak_memory(c10::Device device);
 
 }  // namespace hsdp

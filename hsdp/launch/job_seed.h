@@ -4,7 +4,7 @@
 
 namespace hsdp {
 
-/// The seed of this process's default CPU generator, as rank 0 offers it to the others.
+/// The seed of this process's default generator, as rank 0 offers it to the others.
 uint64_t offered_seed();
 
 /// A program that never calls torch::manual_seed gets random seeds, another on every rank, and its ranks could not

@@ -1,5 +1,6 @@
-// Ways of running autograd that are not one forward and one backward, each compared with the unsharded module: gradients
-// of inputs, penalties outside the forward, parts of graphs, hooks of every kind, two models that train each other.
+// Ways of running autograd that are not one forward and one backward, each compared with the unsharded module:
+// gradients of inputs, penalties outside the forward, parts of graphs, hooks of every kind, two models that train each
+// other.
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -144,7 +145,8 @@ TEST_P(Habit, HooksThatAreRemovedAndHooksThatReadTheirParameter) {
   c.forward_backward = [](ThreeImpl& net, const InForward& forward, int64_t step, int64_t begin, int64_t end) {
     Inputs in(step, begin, end);
     auto weight = net.a->weight;
-    const auto decay = weight.register_hook([weight](const torch::Tensor& gradient) { return gradient + 0.1 * weight.detach(); });
+    const auto decay =
+        weight.register_hook([weight](const torch::Tensor& gradient) { return gradient + 0.1 * weight.detach(); });
     const auto gone = net.b->weight.register_hook([](const torch::Tensor& gradient) { return gradient * 100; });
     net.b->weight.remove_hook(gone);
     auto loss = forward([&] { return torch::mse_loss(net.forward(in.x), in.y); });
@@ -172,7 +174,9 @@ TEST_P(Habit, LossesOfTwoForwardsWithDifferentUnits) {
   c.forward_backward = [](ThreeImpl& net, const InForward& forward, int64_t step, int64_t begin, int64_t end) {
     Inputs in(step, begin, end);
     auto first = forward([&] { return torch::tanh(net.a(in.x)).pow(2).mean(); });
-    auto second = forward([&] { return torch::mse_loss(net.c(torch::tanh(net.b(torch::cat({in.x, in.y.narrow(1, 0, 1)}, 1)))), in.y); });
+    auto second = forward([&] {
+      return torch::mse_loss(net.c(torch::tanh(net.b(torch::cat({in.x, in.y.narrow(1, 0, 1)}, 1)))), in.y);
+    });
     second.backward();
     first.backward();
     return (first + second).detach();
@@ -196,6 +200,101 @@ TEST_P(Habit, SequencesWithALossAtEveryStep) {
       total += loss.detach();
     }
     return total;
+  };
+  train(c);
+}
+
+TEST_P(Habit, LossesScaledByNormsOfGradientsAndWeights) {
+  auto c = three();
+  c.whole_batch_everywhere = true;  // The scale of a loss is that of the reduced gradient.
+  c.forward_backward = [](ThreeImpl& net, const InForward& forward, int64_t step, int64_t begin, int64_t end) {
+    Inputs one(step, begin, end), two(step, begin, end, 3);
+    forward([&] { return torch::mse_loss(net.forward(one.x), one.y); }).backward();
+    auto second = forward([&] { return net.forward(two.x).pow(2).mean(); });
+    auto third = forward([&] { return net.forward(two.x * 2).pow(2).mean() / net.a->weight.grad().norm(); });
+    auto loss = second / net.a->weight.grad().norm() + second * net.b->weight.detach().norm() + third;
+    loss.backward();
+    return loss.detach();
+  };
+  train(c);
+}
+
+TEST_P(Habit, ScalarsOfGradientsSummedInPlace) {
+  auto c = three();
+  c.whole_batch_everywhere = true;
+  c.forward_backward = [](ThreeImpl& net, const InForward& forward, int64_t step, int64_t begin, int64_t end) {
+    Inputs in(step, begin, end);
+    auto loss = forward([&] { return torch::mse_loss(net.forward(in.x), in.y); });
+    loss.backward();
+    torch::NoGradGuard no_grad;
+    auto total = net.a->weight.grad().pow(2).sum();
+    total += net.b->weight.grad().pow(2).sum();
+    total.sqrt_();
+    net.c->weight.grad().div_(total);
+    return loss.detach() + *total.data_ptr<double>();
+  };
+  train(c);
+}
+
+TEST_P(Habit, ParametersDetachedInPlace) {
+  auto c = three();
+  c.loss = [](ThreeImpl& net, int64_t step, int64_t begin, int64_t end) {
+    if (step == 1) net.b->weight.detach_();
+    EXPECT_EQ(net.b->weight.requires_grad(), step == 0);
+    Inputs in(step, begin, end);
+    return torch::mse_loss(net.forward(in.x), in.y);
+  };
+  train(c);
+}
+
+TEST_P(Habit, ForwardsInsideHooksOfParameters) {
+  auto c = three();
+  c.forward_backward = [](ThreeImpl& net, const InForward& forward, int64_t step, int64_t begin, int64_t end) {
+    Inputs in(step, begin, end);
+    double seen = 0;
+    const auto hook = net.c->weight.register_hook([&](const torch::Tensor& gradient) {
+      torch::NoGradGuard no_grad;
+      seen = forward([&] { return net.forward(in.x).mean(); }).item<double>();
+      return gradient;
+    });
+    auto loss = forward([&] { return torch::mse_loss(net.forward(in.x), in.y); });
+    loss.backward();
+    net.c->weight.remove_hook(hook);
+    return loss.detach() + seen;
+  };
+  train(c);
+}
+
+/// A checkpoint that saves a weight of the unit whose other parameter its inner backward reduces.
+struct SavesAWeight : torch::autograd::Function<SavesAWeight> {
+  static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x, torch::Tensor w,
+                               ThreeImpl* net) {
+    context->save_for_backward({x, w});
+    context->saved_data["net"] = reinterpret_cast<int64_t>(net);
+    torch::AutoGradMode no_grad(false);
+    return net->c(x) * w.sum();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    auto saved = context->get_saved_variables();
+    auto* net = reinterpret_cast<ThreeImpl*>(context->saved_data["net"].toInt());
+    auto x = saved[0].detach().set_requires_grad(true);
+    torch::Tensor y;
+    {
+      torch::AutoGradMode grad(true);
+      y = net->c(x);
+    }
+    y.backward(gradients[0] * saved[1].sum());
+    return {x.grad(), torch::ones_like(saved[1]) * (gradients[0] * y.detach()).sum(), torch::Tensor()};
+  }
+};
+
+TEST_P(Habit, CheckpointsThatUseAWeightAfterTheirInnerBackward) {
+  auto c = three();
+  c.loss = [](ThreeImpl& net, int64_t step, int64_t begin, int64_t end) {
+    Inputs in(step, begin, end);
+    return torch::mse_loss(SavesAWeight::apply(torch::tanh(net.b(torch::tanh(net.a(in.x)))), net.c->weight, &net),
+                           in.y);
   };
   train(c);
 }
@@ -236,17 +335,20 @@ TEST(TwoModels, TrainEachOtherAsGansDo) {
       };
       const int64_t share = 12 / environment.world_size(), begin = environment.rank() * share;
       for (int64_t step = 0; step < 4; ++step) {
-        const double expected = train([&](auto x) { return generator->forward(x); },
-                                      [&](auto x) { return discriminator->forward(x); }, their_g, their_d, Inputs(step, 0, 12));
-        const double loss = train([&](auto x) { return model_g(x); }, [&](auto x) { return model_d->forward(x); }, our_g,
-                                  our_d, Inputs(step, begin, begin + share));
+        const double expected =
+            train([&](auto x) { return generator->forward(x); }, [&](auto x) { return discriminator->forward(x); },
+                  their_g, their_d, Inputs(step, 0, 12));
+        const double loss = train([&](auto x) { return model_g(x); }, [&](auto x) { return model_d->forward(x); },
+                                  our_g, our_d, Inputs(step, begin, begin + share));
         ASSERT_NEAR(mean_over_ranks(loss, environment), expected, 1e-11 * expected);
       }
       for (const auto& [model, plain] : {std::pair(model_g, generator), std::pair(model_d, discriminator)}) {
         const auto expected = plain->named_parameters();
         for (auto& parameter : model->named_parameters()) {
-          EXPECT_LE(largest_difference(hsdp::unsharded(parameter.value()), expected[parameter.key()]), 1e-11) << parameter.key();
-          EXPECT_LE(largest_difference(hsdp::unsharded(parameter.value().grad()), expected[parameter.key()].grad()), 1e-10)
+          EXPECT_LE(largest_difference(hsdp::unsharded(parameter.value()), expected[parameter.key()]), 1e-11)
+              << parameter.key();
+          EXPECT_LE(largest_difference(hsdp::unsharded(parameter.value().grad()), expected[parameter.key()].grad()),
+                    1e-10)
               << parameter.key();
         }
       }
@@ -272,21 +374,24 @@ TEST(TwoModels, OneInsideTheOthersForward) {
       const int64_t share = 12 / environment.world_size(), begin = environment.rank() * share;
       const Inputs in(0, begin, begin + share);
       // The student's product with the teacher's weight: one operator, two models.
-      auto expected = torch::mse_loss(student->forward(all.x) + all.x.mm(teacher->a->weight.t()).mm(student->b->weight).narrow(1, 0, 6),
-                                      teacher->forward(all.x));
+      auto expected = torch::mse_loss(
+          student->forward(all.x) + all.x.mm(teacher->a->weight.t()).mm(student->b->weight).narrow(1, 0, 6),
+          teacher->forward(all.x));
       expected.backward();
       torch::Tensor loss;
       {
         hsdp::ForwardScope one(model_s.core()), two(model_t.core());
-        loss = torch::mse_loss(net_s->forward(in.x) + in.x.mm(net_t->a->weight.t()).mm(net_s->b->weight).narrow(1, 0, 6),
-                               net_t->forward(in.x));
+        loss =
+            torch::mse_loss(net_s->forward(in.x) + in.x.mm(net_t->a->weight.t()).mm(net_s->b->weight).narrow(1, 0, 6),
+                            net_t->forward(in.x));
       }
       loss.backward();
       EXPECT_NEAR(mean_over_ranks(loss.item<double>(), environment), expected.item<double>(), 1e-11);
       for (const auto& [model, plain] : {std::pair(model_t, teacher), std::pair(model_s, student)}) {
         const auto reference = plain->named_parameters();
         for (auto& parameter : model->named_parameters()) {
-          EXPECT_LE(largest_difference(hsdp::unsharded(parameter.value().grad()), reference[parameter.key()].grad()), 1e-11)
+          EXPECT_LE(largest_difference(hsdp::unsharded(parameter.value().grad()), reference[parameter.key()].grad()),
+                    1e-11)
               << parameter.key();
         }
       }

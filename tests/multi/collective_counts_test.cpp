@@ -70,8 +70,9 @@ TEST_P(Counts, OfAStep) {
       const int64_t block_bytes = rows * kWidth * 4 + rows * 4, head_bytes = rows * kWidth * 4;
       EXPECT_EQ(counts.reduce_scatter_bytes, expected.blocks * block_bytes + head_bytes);
       if (!expected.reshard.has_value()) {
-        // Each gather carries 24 bytes a rank that say what it is.
-        EXPECT_EQ(counts.all_gather_bytes, 2 * expected.blocks * block_bytes + head_bytes + expected.gathers * 24 * ranks);
+        // Each gather carries 32 bytes a rank that say what it is.
+        EXPECT_EQ(counts.all_gather_bytes,
+                  2 * expected.blocks * block_bytes + head_bytes + expected.gathers * 32 * ranks);
         // Two blocks, or the last block and the head: backward frees the head before it reads the second block.
         EXPECT_EQ(scheduler->peaks().bytes, std::max(2 * block_bytes, block_bytes + head_bytes));
       }
@@ -83,21 +84,22 @@ TEST_P(Counts, OfAStep) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Reshard, Counts,
-    ::testing::Combine(::testing::Values(2, 3),
-                       ::testing::Values(Expectation{"Always4", true, 4, 10, 2}, Expectation{"RootKept4", std::nullopt, 4, 9, 2},
-                                         Expectation{"Never4", false, 4, 5, 4}, Expectation{"Always1", true, 1, 4, 1},
-                                         Expectation{"RootKept7", std::nullopt, 7, 15, 2})),
-    [](const auto& which) {
-      return std::get<1>(which.param).name + "_Ranks_" + std::to_string(std::get<0>(which.param));
-    });
+INSTANTIATE_TEST_SUITE_P(Reshard, Counts,
+                         ::testing::Combine(::testing::Values(2, 3),
+                                            ::testing::Values(Expectation{"Always4", true, 4, 10, 2},
+                                                              Expectation{"RootKept4", std::nullopt, 4, 9, 2},
+                                                              Expectation{"Never4", false, 4, 5, 4},
+                                                              Expectation{"Always1", true, 1, 4, 1},
+                                                              Expectation{"RootKept7", std::nullopt, 7, 15, 2})),
+                         [](const auto& which) {
+                           return std::get<1>(which.param).name + "_Ranks_" + std::to_string(std::get<0>(which.param));
+                         });
 
 TEST(CountsOfInference, OneGatherAUnitAndNothingStays) {
   run_ranks(2, [](RankContext& context) {
     auto net = hsdp::meta_init([] { return Tower(3); });
-    auto model = hsdp::fully_shard(net, {.mesh = context.environment().mesh(), .units = hsdp::each("blocks.*"),
-                                         .reshard_after_forward = true});
+    auto model = hsdp::fully_shard(
+        net, {.mesh = context.environment().mesh(), .units = hsdp::each("blocks.*"), .reshard_after_forward = true});
     model.materialize(at::kCPU);
     torch::NoGradGuard no_grad;
     for (int step = 0; step < 3; ++step) {
@@ -143,7 +145,8 @@ TEST(CountsOfOneRank, NoCollectiveAtAll) {
     model->forward(torch::ones({2, kWidth})).pow(2).mean().backward();
     hsdp::clip_grad_norm_(model->parameters(), 1.0);
     const auto counts = dtensor::collective_counts();
-    EXPECT_EQ(counts.all_gathers + counts.reduce_scatters + counts.all_reduces + counts.broadcasts + counts.barriers, 0);
+    EXPECT_EQ(counts.all_gathers + counts.reduce_scatters + counts.all_reduces + counts.broadcasts + counts.barriers,
+              0);
   });
 }
 

@@ -46,7 +46,8 @@ TEST_P(FullTensor, ReturnsTheWholeOnEveryRank) {
     EXPECT_EQ(again.layout(), tensor.layout());
     EXPECT_TRUE(torch::equal(again.full_tensor(), whole));
     for (double p : {1.0, 2.0, 3.0, std::numeric_limits<double>::infinity()}) {
-      EXPECT_NEAR(tensor.tensor().norm(p).item<double>(), whole.norm(p).item<double>(), 1e-9 * whole.norm(p).item<double>());
+      EXPECT_NEAR(tensor.tensor().norm(p).item<double>(), whole.norm(p).item<double>(),
+                  1e-9 * whole.norm(p).item<double>());
     }
     EXPECT_DOUBLE_EQ(tensor.tensor().sum().item<double>(), whole.sum().item<double>());
     EXPECT_NEAR(tensor.tensor().mean().item<double>(), whole.mean().item<double>(), 1e-9);
@@ -124,5 +125,19 @@ TEST_P(StockClipping, ScalesByTheGlobalNorm) {
 INSTANTIATE_TEST_SUITE_P(Types, StockClipping,
                          ::testing::Combine(::testing::Values(1, 2, 4),
                                             ::testing::Values(1.0, 2.0, 3.0, std::numeric_limits<double>::infinity())));
+
+TEST(Norms, InAnotherDtypeWithEmptyPartsToo) {
+  run_ranks(3, [](RankContext& context) {
+    const auto whole = torch::tensor({3.0f, 4.0f});  // The third rank has none of it.
+    auto tensor = DTensor::distribute(whole, context.environment().mesh(), {Shard(0)}).tensor();
+    for (const auto& norm :
+         {tensor.norm(2, torch::kFloat64), torch::linalg_vector_norm(tensor, 2, {}, false, torch::kFloat64),
+          torch::_foreach_norm({tensor}, 2, torch::kFloat64)[0]}) {
+      EXPECT_EQ(norm.scalar_type(), torch::kFloat64);
+      EXPECT_EQ(norm.item<double>(), 5.0);
+    }
+    EXPECT_EQ(torch::_foreach_norm({tensor}, std::numeric_limits<double>::infinity())[0].item<float>(), 4.0f);
+  });
+}
 
 }  // namespace

@@ -266,7 +266,7 @@ TEST(GlooFailure, ARankThatDoesNotCallEndsInATimeoutWithinItsLimit) {
             "did not make the same call");
         EXPECT_GT(seconds_since(start), 0.9);
         EXPECT_LT(seconds_since(start), 3);
-        expect_error<CommunicationError>([&] { group.barrier({"barrier", "step"}); }, "[barrier] step, 4 bytes over");
+        expect_error<CommunicationError>([&] { group.barrier({"barrier", "step"}); }, "[barrier] step, 96 bytes over");
       },
       options);
 }

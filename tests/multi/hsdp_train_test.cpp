@@ -20,6 +20,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/testing/launcher_variables.h"
 #include "tests/testing/leftovers.h"
 #include "tests/testing/multi_process.h"
 #include "tests/testing/process.h"
@@ -159,9 +160,8 @@ class HsdpTrain : public ::testing::Test {
     options.command = {std::string(HSDP_BINARY_DIR) + "/apps/hsdp_train"};
     options.command.insert(options.command.end(), arguments.begin(), arguments.end());
     options.folder = folder_.path();
-    for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT",
-                             "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE",
-                             "TORCH_SHOW_CPP_STACKTRACES", "TORCH_CPP_LOG_LEVEL"}) {
+    options.environment = testing_support::without_launcher();
+    for (const char* name : {"TORCH_SHOW_CPP_STACKTRACES", "TORCH_CPP_LOG_LEVEL"}) {
       options.environment[name] = std::nullopt;
     }
     options.environment["OMP_NUM_THREADS"] = "1";

@@ -7,12 +7,16 @@
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
-#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "dtensor/error.h"
-#include "hsdp/launch/backend.h"
+#include "hsdp/backend.h"
+#include "hsdp/launch/backend_builtin.h"
 #include "hsdp/launch/device.h"
 #include "tests/testing/expect.h"
+#include "tests/testing/launcher_variables.h"
 #include "tests/testing/multi_process.h"
 
 namespace {
@@ -59,7 +63,7 @@ TEST(Init, AloneIsAWorldOfOne) {
   run_ranks(
       1,
       [](RankContext&) {
-        for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK"}) unsetenv(name);
+        testing_support::forget_launcher();
         ::testing::internal::CaptureStderr();
         const Environment environment = hsdp::init(gloo());
         EXPECT_EQ(::testing::internal::GetCapturedStderr(), "hsdp: 1 rank, alone, cpu\n");
@@ -100,7 +104,7 @@ TEST(Init, AutoTrainsOnADeviceWhereOneIsVisible) {
   run_ranks(
       1,
       [](RankContext&) {
-        const bool cuda = hsdp::nccl_available() && hsdp::cuda_device_count() > 0;
+        const bool cuda = hsdp::nccl_backend().missing.empty() && hsdp::device_count(c10::kCUDA) > 0;
         const Environment environment = hsdp::init();
         EXPECT_EQ(environment.device().str(), cuda ? "cuda:0" : "cpu");
         EXPECT_GT(hsdp::peak_memory_bytes(c10::Device(c10::kCPU)), 1 << 20);
@@ -116,6 +120,9 @@ TEST(Init, RefusesBadOptions) {
         options.backend = "mpi";
         expect_error<ValueError>([&] { hsdp::init(options); }, "[init] backend 'mpi', expected auto, gloo or nccl");
         expect_error<ValueError>([] { hsdp::init(gloo(std::chrono::seconds(0))); }, "[init] timeout 0 s");
+        InitOptions place = gloo();
+        place.local_rank = -1;
+        expect_error<ValueError>([&] { hsdp::init(place); }, "[init] local rank -1, expected 0 or more");
         expect_error<ValueError>([] { hsdp::init_from(nullptr, 2, 2, gloo()); }, "[init_from] rank 2 of 2");
         expect_error<ValueError>([] { hsdp::init_from(nullptr, 0, 2, gloo()); }, "[init_from] no store for 2 ranks");
         set("RANK", "0");
@@ -138,7 +145,7 @@ TEST(Init, RefusesNcclWithoutADeviceForTheRank) {
         set("WORLD_SIZE", "64");
         set("MASTER_ADDR", "127.0.0.1");
         set("MASTER_PORT", "29400");
-        if (hsdp::nccl_available()) {
+        if (hsdp::nccl_backend().missing.empty()) {
           expect_error<ValueError>([&] { hsdp::init(options); }, "[init] local rank 63 but ", "visible CUDA devices");
         } else {
           expect_error<NotSupportedError>([&] { hsdp::init(options); }, "[init] backend nccl in a build without NCCL");
@@ -187,6 +194,115 @@ TEST_P(InitRanks, MeetInAStoreOfTheirOwn) {
         },
         options);
   }
+}
+
+c10::intrusive_ptr<c10d::Store> own_store(const RankContext& context) {
+  return c10::make_intrusive<c10d::FileStore>(context.directory() + "/own", context.world_size());
+}
+
+TEST_P(InitRanks, BringAGroupOfTheirOwn) {
+  run_ranks(
+      GetParam(),
+      [](RankContext& context) {
+        const int n = context.world_size();
+        const auto store = own_store(context);
+        const auto group =
+            hsdp::gloo_backend().make(store, context.rank(), n, std::chrono::seconds(20), c10::Device(c10::kCPU));
+        const auto holders = group.use_count();
+        ::testing::internal::CaptureStderr();
+        const Environment environment = hsdp::init_from(store, group, gloo());
+        EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
+        EXPECT_EQ(environment.rank(), context.rank());
+        EXPECT_EQ(environment.world_size(), n);
+        EXPECT_EQ(environment.backend(), "gloo");
+        EXPECT_TRUE(environment.device().is_cpu());
+        EXPECT_GT(group.use_count(), holders);  // it is this one that carries the collectives
+        EXPECT_EQ(sum_of_ranks(*environment.communicator(), context.rank()), n * (n - 1) / 2);
+        // Groups of a part of the ranks meet in the store.
+        if (n == 4) {
+          const auto mesh = environment.make_mesh({2, 2}, {"replicate", "shard"});
+          EXPECT_EQ(sum_of_ranks(mesh->communicator(1), context.rank()), context.rank() < 2 ? 1 : 5);
+        }
+        // As with init(), ranks that never seeded agree.
+        const auto mine = torch::randint(0, 1 << 30, {1}, torch::kLong);
+        auto all = torch::empty({n}, torch::kLong);
+        environment.communicator()->all_gather(all, mine, {"all_gather"})->wait();
+        EXPECT_TRUE(torch::equal(all, mine.expand({n})));
+      },
+      without_environment());
+}
+
+struct OddBackend : c10d::Backend {
+  OddBackend() : Backend(0, 1) {}
+  const std::string getBackendName() const override { return "odd"; }
+};
+
+TEST(InitFrom, RefusesGroupsThatDoNotFit) {
+  run_ranks(
+      1,
+      [](RankContext& context) {
+        const auto store = own_store(context);
+        const auto group = hsdp::gloo_backend().make(store, 0, 1, std::chrono::seconds(20), c10::Device(c10::kCPU));
+        const c10::intrusive_ptr<c10d::Backend> odd = c10::make_intrusive<OddBackend>(), none;
+        expect_error<ValueError>([&] { hsdp::init_from(store, none); }, "[init_from] no group");
+        expect_error<ValueError>([&] { hsdp::init_from(nullptr, group); }, "[init_from] no store beside the group");
+        InitOptions options;
+        options.backend = "nccl";
+        expect_error<ValueError>([&] { hsdp::init_from(store, group, options); },
+                                 "[init_from] backend nccl and a group over gloo, expected auto or gloo");
+        expect_error<ValueError>([&] { hsdp::init_from(store, odd); }, "[init_from] a group over odd, expected",
+                                 "register_backend()");
+        EXPECT_EQ(hsdp::init_from(store, group).world_size(), 1);
+        expect_error<StateError>([&] { hsdp::init_from(store, group); }, "[init_from]", "call shutdown() before");
+      },
+      without_environment());
+}
+
+TEST(InitFrom, TakesTheLocalRankFromTheOptions) {
+  run_ranks(
+      2,
+      [](RankContext& context) {
+        InitOptions options = gloo();
+        options.local_rank = 3 - context.rank();
+        const Environment environment = hsdp::init_from(own_store(context), context.rank(), 2, options);
+        EXPECT_EQ(environment.rank(), context.rank());
+        EXPECT_EQ(environment.local_rank(), 3 - context.rank());
+      },
+      without_environment());
+}
+
+// One device a process is what srun and mpirun show when they bind devices. libtorch counts one meta device.
+TEST(InitDevice, OfABoundProcessIsTheVisibleOne) {
+  const int port = testing_support::free_port();
+  run_ranks(
+      2,
+      [port](RankContext& context) {
+        testing_support::forget_launcher();
+        hsdp::register_backend("one_device", c10::kMeta,
+                               [](const auto& store, auto rank, auto size, auto timeout, auto) {
+                                 return hsdp::gloo_backend().make(store, rank, size, timeout, c10::Device(c10::kCPU));
+                               });
+        InitOptions options = gloo();
+        options.backend = "one_device";
+        if (context.rank() == 1) {
+          pose_as_torchrun(context, port);
+          expect_error<ValueError>([&] { hsdp::init(options); }, "[init] local rank 1 but 1 visible META devices");
+          testing_support::forget_launcher();
+        }
+        set("SLURM_PROCID", std::to_string(context.rank()));
+        set("SLURM_LOCALID", std::to_string(context.rank()));
+        set("SLURM_NTASKS", "2");
+        set("MASTER_ADDR", "127.0.0.1");
+        set("MASTER_PORT", std::to_string(port));
+        const Environment environment = hsdp::init(options);
+        EXPECT_EQ(environment.local_rank(), context.rank());
+        EXPECT_EQ(environment.device().str(), "meta:0");
+        hsdp::shutdown();
+        // A place that the program names is taken at its word.
+        options.local_rank = 1;
+        expect_error<ValueError>([&] { hsdp::init(options); }, "[init] local rank 1 but 1 visible META devices");
+      },
+      without_environment());
 }
 
 // {2, 2}: rank r sits at (r / 2, r % 2); its groups are the ranks of the same column and of the same row.
@@ -265,6 +381,29 @@ TEST(InitFailure, NobodyListens) {
       without_environment());
 }
 
+TEST(InitFailure, ThePortIsTaken) {
+  run_ranks(
+      1,
+      [](RankContext&) {
+        c10d::TCPStoreOptions other;
+        other.port = 0;  // any that is free
+        other.isServer = true;
+        other.waitWorkers = false;
+        const auto other_job = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", other);
+        const std::string port = std::to_string(other_job->getPort());
+        testing_support::forget_launcher();
+        set("PMI_RANK", "0");
+        set("PMI_SIZE", "2");
+        set("MPI_LOCALRANKID", "0");
+        set("MPI_LOCALNRANKS", "2");
+        set("MASTER_PORT", port);
+        expect_error<CommunicationError>([] { hsdp::init(gloo(std::chrono::milliseconds(2000))); },
+                                         "[init] the store at 127.0.0.1:" + port + " failed on rank 0 of 2",
+                                         "; another job uses the port, set MASTER_PORT to a free one on every rank");
+      },
+      without_environment());
+}
+
 // The rank that leaves first must not take anything with it that the others still need to notice.
 TEST(InitFailure, ARankThatEndsLeavesTheOthersWithAnError) {
   const int port = testing_support::free_port();
@@ -276,7 +415,8 @@ TEST(InitFailure, ARankThatEndsLeavesTheOthersWithAnError) {
         pose_as_torchrun(context, port);
         const Environment environment = hsdp::init(gloo(std::chrono::seconds(5)));
         if (context.rank() == 0) context.kill_self();
-        expect_error<CommunicationError>([&] { environment.barrier("epoch"); }, "[barrier] epoch, 4 bytes over gloo");
+        expect_error<CommunicationError>([&] { environment.barrier("epoch"); }, "[barrier] epoch, ",
+                                         " bytes over gloo");
         expect_error<CommunicationError>([] { hsdp::shutdown(); }, "[barrier] shutdown");
       },
       options);

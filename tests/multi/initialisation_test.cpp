@@ -40,9 +40,11 @@ TEST_P(Replay, ParametersBuffersAndMembersAreBitIdentical) {
     auto after = torch::rand({4});
     torch::manual_seed(11);
     auto net = hsdp::meta_init([] { return Eclectic(); });
-    auto model = hsdp::fully_shard(net, {.mesh = context.environment().mesh(), .units = hsdp::each<torch::nn::Linear>()});
+    auto model =
+        hsdp::fully_shard(net, {.mesh = context.environment().mesh(), .units = hsdp::each<torch::nn::Linear>()});
     model.materialize(at::kCPU);
-    EXPECT_TRUE(torch::equal(torch::rand({4}), after)) << "the generator goes on as after plain construction";
+    EXPECT_EQ(torch::equal(torch::rand({4}), after), context.rank() == 0)
+        << "the generator of rank 0 goes on as after plain construction, the others do not";
     const auto expected = plain->named_parameters();
     ASSERT_EQ(net->named_parameters().size(), expected.size());
     for (auto& parameter : net->named_parameters()) {
@@ -66,8 +68,10 @@ TEST(ReplaySeeds, ThatDifferBetweenRanksAreRefusedOnAll) {
     auto net = hsdp::meta_init([] { return OddMlp(); });
     auto model = hsdp::fully_shard(net, {.mesh = context.environment().mesh()});
     model.to_empty(at::kCPU);
-    expect_error<dtensor::ValueError>([&] { model.replay_init(); }, "[replay_init] rank 2 had another generator state",
-                                      "torch::manual_seed(seed)");
+    expect_error<dtensor::ValueError>(
+        [&] { model.replay_init(); },
+        "[replay_init] rank 2 had another generator state than rank 0 when meta_init ran, expected the same on all "
+        "ranks; call torch::manual_seed(seed) with one seed before meta_init");
   });
 }
 
@@ -86,7 +90,7 @@ TEST(SeveralConstructions, GoOnFromEachOtherAsPlainOnesDo) {
       if (second_first) model_two.materialize(at::kCPU);
       model_one.materialize(at::kCPU);
       if (!second_first) model_two.materialize(at::kCPU);
-      EXPECT_TRUE(torch::equal(torch::rand({3}), after));
+      EXPECT_EQ(torch::equal(torch::rand({3}), after), context.rank() == 0);
       for (auto [net, plain] : {std::pair(one, plain_one), std::pair(two, plain_two)}) {
         const auto expected = plain->named_parameters();
         for (auto& parameter : net->named_parameters()) {
@@ -121,9 +125,10 @@ TEST_P(OptimizerBuilt, AtAnyPointTrains) {
   run_ranks(ranks, [built = built, kind = kind](RankContext& context) {
     using Optimizer = std::unique_ptr<torch::optim::Optimizer>;
     const auto make = [kind](const std::vector<torch::Tensor>& parameters) -> Optimizer {
-      if (kind == Kind::adamw) return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(0.05));
-      return std::make_unique<torch::optim::Adagrad>(
-          parameters, torch::optim::AdagradOptions(0.05).initial_accumulator_value(0.1));
+      if (kind == Kind::adamw)
+        return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(0.05));
+      return std::make_unique<torch::optim::Adagrad>(parameters,
+                                                     torch::optim::AdagradOptions(0.05).initial_accumulator_value(0.1));
     };
     torch::manual_seed(1);
     OddMlp reference;
@@ -133,7 +138,8 @@ TEST_P(OptimizerBuilt, AtAnyPointTrains) {
     auto net = hsdp::meta_init([] { return OddMlp(); });
     const auto* identity = net->parameters()[0].unsafeGetTensorImpl();
     if (built == Built::after_meta_init) ours = make(net->parameters());
-    auto model = hsdp::fully_shard(net, {.mesh = context.environment().mesh(), .units = hsdp::each<torch::nn::Linear>()});
+    auto model =
+        hsdp::fully_shard(net, {.mesh = context.environment().mesh(), .units = hsdp::each<torch::nn::Linear>()});
     if (built == Built::after_fully_shard) ours = make(model->parameters());
     model.to_empty(at::kCPU);
     if (built == Built::after_to_empty) ours = make(model->parameters());
@@ -172,7 +178,8 @@ TEST(BottomUp, CallsGiveTheSameUnitsAndValues) {
     torch::manual_seed(1);
     auto net = hsdp::meta_init([] { return OddMlp(); });
     std::vector<hsdp::FullySharded<torch::nn::LinearImpl>> parts;
-    for (size_t i = 0; i < 2; ++i) parts.push_back(hsdp::fully_shard(net->layers->ptr<torch::nn::LinearImpl>(i), {.mesh = mesh}));
+    for (size_t i = 0; i < 2; ++i)
+      parts.push_back(hsdp::fully_shard(net->layers->ptr<torch::nn::LinearImpl>(i), {.mesh = mesh}));
     auto model = hsdp::fully_shard(net, {.mesh = mesh});
     ASSERT_EQ(model.core()->units().size(), 3u);
     EXPECT_EQ(model.core()->units()[1]->name(), "layers.0");

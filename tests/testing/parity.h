@@ -13,7 +13,8 @@
 #include "hsdp/hsdp.h"
 #include "tests/testing/multi_process.h"
 
-/// Training a sharded module beside the same module unsharded, on the concatenated batch, in one process a rank.
+/// Training a sharded module, on the environment's device, beside the same module unsharded on the host, on the
+/// concatenated batch, in one process a rank.
 namespace testing_support {
 
 /// Calls a function inside a forward scope of the model that is being trained (or plainly, for the reference).
@@ -44,7 +45,7 @@ inline double largest_difference(const torch::Tensor& a, const torch::Tensor& b)
 }
 
 inline double mean_over_ranks(double value, hsdp::Environment& environment) {
-  auto sum = torch::full({1}, value, torch::kFloat64);
+  auto sum = torch::full({1}, value, torch::TensorOptions(environment.device()).dtype(torch::kFloat64));
   environment.communicator()->all_reduce(sum, dtensor::ReduceOp::sum, {"all_reduce", "test loss"})->wait();
   return sum.item<double>() / static_cast<double>(environment.world_size());
 }
@@ -63,11 +64,11 @@ void expect_parity(RankContext& context, const ParityCase<Net>& c) {
   model.materialize(environment.device());
   const auto expected = reference->named_parameters();
   for (auto& parameter : model->named_parameters()) {
-    ASSERT_TRUE(torch::equal(hsdp::unsharded(parameter.value()), expected[parameter.key()])) << parameter.key();
+    ASSERT_TRUE(torch::equal(hsdp::unsharded(parameter.value()).cpu(), expected[parameter.key()])) << parameter.key();
   }
   const auto expected_buffers = reference->named_buffers();
   for (auto& buffer : model->named_buffers()) {
-    ASSERT_TRUE(torch::equal(buffer.value(), expected_buffers[buffer.key()])) << buffer.key();
+    ASSERT_TRUE(torch::equal(buffer.value().cpu(), expected_buffers[buffer.key()])) << buffer.key();
   }
   auto ours = c.optimizer(model->parameters());
   auto theirs = c.optimizer(reference->parameters());
@@ -109,11 +110,11 @@ void expect_parity(RankContext& context, const ParityCase<Net>& c) {
     ours->step();
     theirs->step();
     for (auto& parameter : model->named_parameters()) {
-      const double difference = largest_difference(hsdp::unsharded(parameter.value()), expected[parameter.key()]);
+      const double difference = largest_difference(hsdp::unsharded(parameter.value()).cpu(), expected[parameter.key()]);
       ASSERT_LE(difference, c.parameter_tolerance) << parameter.key() << " after step " << step;
     }
     for (auto& buffer : model->named_buffers()) {
-      const double difference = largest_difference(buffer.value().to(torch::kFloat64),
+      const double difference = largest_difference(buffer.value().cpu().to(torch::kFloat64),
                                                    expected_buffers[buffer.key()].to(torch::kFloat64));
       ASSERT_LE(difference, c.parameter_tolerance) << "buffer " << buffer.key() << " after step " << step;
     }

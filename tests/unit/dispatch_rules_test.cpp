@@ -192,9 +192,11 @@ TEST(Refusals, NameOperatorTensorAndRemedy) {
   }
   expect_error<dtensor::NotSupportedError>(
       [&] {
-        tensor + torch::rand({4, 3});
+        tensor + torch::rand({2, 3});
       },
-      "[aten::add]", "plain tensor of shape [4, 3]");
+      "[aten::add]", "plain tensor of shape [2, 3]", "broadcasts to [4, 3]");
+  auto plain = torch::rand({4, 3});
+  expect_error<dtensor::NotSupportedError>([&] { plain.add_(tensor); }, "[aten::add_]", "in place on a plain tensor");
   expect_error<dtensor::ValueError>(
       [&] {
         tensor + sharded(torch::rand({3, 3}));

@@ -366,18 +366,18 @@ TEST(EnvironmentPage, ListsWhatIsReadAndNothingElse) {
 
 // ---- C++ ----
 
-/// Lines between the markers `// [name]` and `// [/name]`, without the indentation of the first.
-std::string region(const std::string& source, const std::string& name) {
+/// Lines between the comments `// [name]` and `// [/name]`, without the indentation of the first.
+std::string region(const std::string& source, const std::string& name, const std::string& comment = "//") {
   std::string text;
   std::optional<size_t> indentation;
   bool inside = false;
   for (const auto& line : lines_of(source)) {
-    if (trimmed(line) == "// [/" + name + "]") break;
+    if (trimmed(line) == comment + " [/" + name + "]") break;
     if (inside) {
       if (!indentation) indentation = line.find_first_not_of(' ');
       text += (line.empty() ? line : line.substr(*indentation)) + "\n";
     }
-    inside = inside || trimmed(line) == "// [" + name + "]";
+    inside = inside || trimmed(line) == comment + " [" + name + "]";
   }
   return text;
 }
@@ -401,7 +401,7 @@ TEST(Pages, QuoteOnlyCodeThatIsCompiled) {
   // The regions are code of the tests below.
   const std::string snippets = read_file(kRoot / "tests/unit/documentation_test.cpp");
   std::set<std::string> compiled{region(example, "readme")};
-  for (const char* name : {"materialize", "own values", "scope"}) compiled.insert(region(snippets, name));
+  for (const char* name : {"materialize", "own values", "scope", "tokens"}) compiled.insert(region(snippets, name));
   size_t blocks = 0;
   for (const auto& path : pages()) {
     const Page page(path);
@@ -412,6 +412,38 @@ TEST(Pages, QuoteOnlyCodeThatIsCompiled) {
     }
   }
   EXPECT_EQ(blocks, compiled.size());
+}
+
+TEST(InstallPage, QuotesProjectsThatAreBuilt) {
+  std::vector<std::string> quoted;
+  for (const auto& block : Page(kRoot / "docs/install.md").blocks) {
+    if (block.language == "cmake") quoted.push_back(block.text);
+  }
+  const std::string consumer = read_file(kRoot / "tests/consumer/CMakeLists.txt");
+  const std::string subdirectory = read_file(kRoot / "tests/consumer/subdirectory/CMakeLists.txt");
+  EXPECT_EQ(quoted, (std::vector<std::string>{region(consumer, "find_package", "#"),
+                                              region(subdirectory, "add_subdirectory", "#")}));
+}
+
+TEST(InstallPage, ListsEveryOptionWithItsDefault) {
+  std::map<std::string, std::string> documented, made;
+  for (const auto& row : table_rows(Page(kRoot / "docs/install.md"), "Option")) {
+    EXPECT_TRUE(documented.emplace(code_of(row[0]), code_of(row[1])).second) << row[0] << " is there twice";
+  }
+  const auto add = [&](const std::string& text, const std::string& pattern) {
+    const auto names = matches(text, pattern, 1), values = matches(text, pattern, 2);
+    for (size_t i = 0; i < names.size(); ++i) {
+      const std::string value = values[i] == "${PROJECT_IS_TOP_LEVEL}" ? "ON" : values[i];
+      made[names[i]] = value.empty() ? "empty" : value;
+    }
+  };
+  const std::string options = read_file(kRoot / "tools/cmake/HsdpOptions.cmake");
+  add(options, "option\\((HSDP_[A-Z_]+) \"[^\"]*\" ([^ )]+)");
+  add(options, "set\\((HSDP_[A-Z_]+) \"([^\"]*)\" CACHE");
+  for (const auto& name : matches(read_file(kRoot / "tools/cmake/HsdpTorch.cmake"), "_find_header\\((HSDP_[A-Z_]+)")) {
+    made[name] = "searched";
+  }
+  EXPECT_EQ(documented, made);
 }
 
 struct NetImpl : torch::nn::Module {
@@ -458,6 +490,24 @@ TEST(Snippets, OwnValuesAndAScope) {
   const double value = score(model.module(), x);
   // [/scope]
   EXPECT_NEAR(value, (weight.sum() + bias.sum()).item<double>(), 1e-5);
+}
+
+TEST(Snippets, ALossOverAllTokens) {
+  const auto env = hsdp::init({.backend = "gloo"});
+  auto net = hsdp::meta_init([] { return Net(4, 8); });
+  auto model = hsdp::fully_shard(net, {.mesh = env.mesh()});
+  model.materialize(env.device());
+  const auto x = torch::ones({3, 4}), targets = torch::tensor({1, -100, 2}, torch::kLong);
+  // [tokens]
+  model.set_gradient_divide_factor(1);           // sums over ranks, from the next reduction on
+  auto total = (targets != -100).sum().view(1);  // on the device, as the group needs it
+  env.communicator()->all_reduce(total, dtensor::ReduceOp::sum, {"all_reduce", "tokens"})->wait();
+  auto loss = torch::nn::functional::cross_entropy(
+      model->forward(x), targets, torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum));
+  (loss / total.item<int64_t>()).backward();
+  // [/tokens]
+  EXPECT_EQ(total.item<int64_t>(), 2);
+  EXPECT_TRUE(net->linear->weight.grad().defined());
 }
 
 // ---- messages ----

@@ -7,6 +7,8 @@
 #include <torch/torch.h>
 #include <torch/version.h>
 
+#include <cstring>
+
 #include "dtensor/dtensor_impl.h"
 #include "hsdp/hsdp.h"
 #include "hsdp/module_access.h"
@@ -179,6 +181,22 @@ TEST(LibtorchContract, ModulesKeepParametersInTheDictionaryWeReach) {
   torch::nn::Linear linear(2, 3);
   EXPECT_EQ(hsdp::ModuleAccess::parameters(*linear).size(), 2u);
   EXPECT_TRUE(hsdp::ModuleAccess::parameters(*linear)["weight"].is_same(linear->weight));
+}
+
+TEST(LibtorchContract, TheHostGeneratorsStateBeginsWithItsSeedWhichItsNumbersDoNotDependOn) {
+  torch::manual_seed(5);
+  (void)torch::rand({3});
+  auto generator = at::globalContext().defaultGenerator(at::kCPU);
+  auto state = generator.get_state();
+  const auto expected = torch::rand({700});
+  uint64_t seed = 0;
+  std::memcpy(&seed, state.data_ptr(), sizeof(seed));
+  EXPECT_EQ(seed, 5u);
+  seed = 77;
+  std::memcpy(state.data_ptr(), &seed, sizeof(seed));
+  generator.set_state(state);
+  EXPECT_EQ(generator.current_seed(), 77u);
+  EXPECT_TRUE(torch::equal(torch::rand({700}), expected));
 }
 
 TEST(LibtorchContract, ViewsOfKernelsCopyTheKeySet) {

@@ -299,14 +299,15 @@ TEST(MetaInitRefuses, OperatorsThatNeedMemory) {
                  "[meta_init] aten::multinomial cannot run on tensors without memory (");
 }
 
-TEST(MetaInitRefuses, OwnGenerators) {
-  const std::string rest =
-      " was given a generator of its own, expected the default one, which a replay can continue; seed the default "
-      "generator instead";
+TEST(MetaInitRefuses, OwnGeneratorsWhereValuesSayHowManyNumbersTheyGive) {
   auto own = at::detail::createCPUGenerator(5);
-  expect_refused([&] { return torch::empty({100, 100}).normal_(0, 1, own); }, "[meta_init] aten::normal_" + rest);
-  expect_refused([&] { return torch::rand({3}, own); }, "[meta_init] aten::rand" + rest);
+  const auto before = own.get_state();
+  expect_refused([&] { return torch::poisson(torch::rand({100}), own); },
+                 "[meta_init] aten::poisson was given a generator of its own, and how many numbers it takes depends on "
+                 "values, expected the default generator; leave the argument out");
+  EXPECT_TRUE(torch::equal(own.get_state(), before));
   meta_init([] { return torch::rand({3}, default_generator()); });
+  meta_init([&] { return torch::rand({3}, own); });
 }
 
 TEST(MetaInitRefuses, NumbersDrawnPastTheOperators) {

@@ -13,8 +13,8 @@ namespace {
 using namespace testing_support;
 using dtensor::DTensor;
 
-// A row of a gather: 6 parameter elements, then 24 bytes that say what is gathered and are the same on all ranks.
-constexpr int64_t kRow = 6 + 24 / 4;
+// A row of a gather: 6 parameter elements, then 32 bytes that say what is gathered and are the same on all ranks.
+constexpr int64_t kRow = 6 + 32 / 4;
 
 at::Tensor zero_parameters(int64_t, const at::Tensor& own) {
   auto row = own.clone();

@@ -1,4 +1,5 @@
-# Every option a builder may set, all with the prefix HSDP_.
+# Every option a builder may set, all with the prefix HSDP_. Two more, HSDP_GLOO_INCLUDE_DIR and HSDP_NCCL_INCLUDE_DIR, are made
+# where those folders are looked for.
 
 include(CMakeDependentOption)
 
@@ -17,6 +18,8 @@ option(HSDP_ALLOW_ANY_TORCH "Build against a torch other than 2.11.x" OFF)
 
 option(HSDP_BUILD_APPS "Build the models, the trainer library, hsdp_train and the examples" ${PROJECT_IS_TOP_LEVEL})
 cmake_dependent_option(HSDP_BUILD_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL} "HSDP_BUILD_APPS" OFF)
+
+option(HSDP_INSTALL "Make cmake --install install the library" ${PROJECT_IS_TOP_LEVEL})
 
 option(HSDP_WARNINGS_AS_ERRORS "Stop at a compiler warning" OFF)
 set(HSDP_SANITIZE "" CACHE STRING "Sanitizers to compile in, separated by semicolons: address;undefined")

@@ -12,12 +12,15 @@ set(hsdp_all_skipped "PASSED  . 0 tests.\n.  SKIPPED . [^\n]*listed below:\n(.  
 
 # hsdp_add_test(name LABEL unit|multi|gpu|consumer [NIGHTLY] TIMEOUT seconds SOURCES file... [LIBS library...])
 #
-# `multi` tests fork ranks and are given both cores. A file of which every case was skipped is reported as skipped, not as
-# passed.
+# `multi` tests fork ranks that talk over Gloo: they are given both cores, and a build without Gloo has none. A file of which
+# every case was skipped is reported as skipped, not as passed.
 function(hsdp_add_test name)
   cmake_parse_arguments(PARSE_ARGV 1 test "NIGHTLY" "LABEL;TIMEOUT" "SOURCES;LIBS")
   if(NOT test_LABEL MATCHES "^(unit|multi|gpu|consumer)$" OR NOT test_TIMEOUT OR NOT test_SOURCES)
     message(FATAL_ERROR "[hsdp] hsdp_add_test(${name}) needs LABEL unit|multi|gpu|consumer, TIMEOUT and SOURCES.")
+  endif()
+  if(test_LABEL STREQUAL "multi" AND NOT HSDP_WITH_GLOO)
+    return()
   endif()
   add_executable(${name} ${test_SOURCES})
   target_link_libraries(${name} PRIVATE hsdp_testing ${test_LIBS} GTest::gmock GTest::gtest_main)
@@ -32,5 +35,12 @@ function(hsdp_add_test name)
     LABELS "${labels}" TIMEOUT ${test_TIMEOUT} SKIP_REGULAR_EXPRESSION "${hsdp_all_skipped}")
   if(test_LABEL STREQUAL "multi")
     set_tests_properties(${test_LABEL}.${name} PROPERTIES PROCESSORS 2)
+  endif()
+endfunction()
+
+# The test starts these programs, which are built before it.
+function(hsdp_test_starts test)
+  if(TARGET ${test})
+    add_dependencies(${test} ${ARGN})
   endif()
 endfunction()

@@ -1,0 +1,162 @@
+#include "hsdp/registered_tensors.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/nn/module.h>
+
+#include <map>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+#include "dtensor/dtensor.h"
+#include "dtensor/error.h"
+#include "hsdp/init.h"
+
+namespace hsdp {
+namespace {
+
+using dtensor::raise;
+using dtensor::ValueError;
+
+// `missing "a", "b" and 3 more`
+std::string quoted_list(const char* label, const std::vector<std::string>& names) {
+  constexpr size_t kShown = 10;
+  std::string text = label;
+  for (size_t i = 0; i < names.size() && i < kShown; ++i) text += (i > 0 ? ", \"" : " \"") + names[i] + "\"";
+  if (names.size() > kShown) text += " and " + std::to_string(names.size() - kShown) + " more";
+  return text;
+}
+
+// Walks as Module::save does.
+void collect_saved(const torch::nn::Module& module, std::unordered_set<const c10::TensorImpl*>& saved) {
+  for (auto& entry : module.named_parameters(/*recurse=*/false)) saved.insert(entry.value().unsafeGetTensorImpl());
+  for (auto& entry : module.named_buffers(/*recurse=*/false)) saved.insert(entry.value().unsafeGetTensorImpl());
+  for (auto& child : module.named_children()) {
+    if (child.value()->is_serializable()) collect_saved(*child.value(), saved);
+  }
+}
+
+// Bit for bit: NaN is equal to itself, and there is a comparison for every dtype.
+bool same_values(const at::Tensor& first, const at::Tensor& second) {
+  const auto bytes = [](const at::Tensor& tensor) {
+    return tensor.resolve_conj().resolve_neg().contiguous().view({-1}).view(at::kByte);
+  };
+  return bytes(first).equal(bytes(second.to(first.device())));
+}
+
+}  // namespace
+
+std::vector<RegisteredTensor> registered_tensors(const ShardedModule& sharded) {
+  std::unordered_map<const c10::TensorImpl*, ShardedParameter*> parameters;
+  for (auto& unit : sharded.units()) {
+    for (auto& parameter : unit->parameters()) parameters[&parameter.impl()] = &parameter;
+  }
+  std::unordered_set<const c10::TensorImpl*> saved;
+  collect_saved(sharded.module(), saved);
+  std::vector<RegisteredTensor> result;
+  std::unordered_map<const c10::TensorImpl*, size_t> places;
+  const auto add = [&](const std::string& name, const at::Tensor& tensor) {
+    const auto* impl = tensor.unsafeGetTensorImpl();
+    auto [place, fresh] = places.try_emplace(impl, result.size());
+    if (fresh) {
+      auto found = parameters.find(impl);
+      result.push_back({{}, tensor, found == parameters.end() ? nullptr : found->second, saved.contains(impl)});
+    }
+    result[place->second].names.push_back(name);
+  };
+  for (auto& entry : sharded.module().named_parameters()) add(entry.key(), entry.value());
+  for (auto& entry : sharded.module().named_buffers()) add(entry.key(), entry.value());
+  return result;
+}
+
+std::vector<size_t> match_sources(const char* where, const std::string& what,
+                                  const std::vector<RegisteredTensor>& targets,
+                                  const std::vector<ValueSource>& sources) {
+  std::map<std::string, size_t> by_name;
+  for (size_t i = 0; i < sources.size(); ++i) by_name[sources[i].name] = i;
+  std::vector<size_t> plan;
+  std::vector<std::string> missing, unexpected, problems;
+  std::vector<bool> used(sources.size(), false);
+  std::vector<std::pair<size_t, size_t>> tied;  // sources that must be equal
+  for (auto& target : targets) {
+    std::vector<size_t> found;
+    for (auto& name : target.names) {
+      auto entry = by_name.find(name);
+      if (entry == by_name.end()) continue;
+      const auto& source = sources[entry->second];
+      used[entry->second] = true;
+      found.push_back(entry->second);
+      if (!target.tensor.sizes().equals(source.sizes)) {
+        problems.push_back(
+            c10::str("\"", name, "\" of shape ", c10::IntArrayRef(source.sizes), ", expected ", target.tensor.sizes()));
+      } else if (c10::isComplexType(source.dtype) && !c10::isComplexType(target.tensor.scalar_type())) {
+        problems.push_back(
+            c10::str("\"", name, "\" of dtype ", source.dtype, ", expected ", target.tensor.scalar_type()));
+      }
+    }
+    // Of tied parameters one name is enough.
+    if (found.empty()) {
+      missing.push_back(target.names.front());
+      continue;
+    }
+    plan.push_back(found.front());
+    for (size_t k = 1; k < found.size(); ++k) tied.emplace_back(found[0], found[k]);
+  }
+  for (size_t i = 0; i < sources.size(); ++i) {
+    if (!used[i]) unexpected.push_back(sources[i].name);
+  }
+  std::vector<std::string> parts;
+  if (!missing.empty()) parts.push_back(quoted_list("missing", missing));
+  if (!unexpected.empty()) parts.push_back(quoted_list("unexpected", unexpected));
+  constexpr size_t kShown = 10;
+  for (size_t i = 0; i < problems.size() && i < kShown; ++i) parts.push_back(problems[i]);
+  if (problems.size() > kShown) parts.push_back(c10::str(problems.size() - kShown, " more of other shapes or dtypes"));
+  if (!parts.empty()) {
+    std::string text;
+    for (auto& part : parts) text += (text.empty() ? "" : ", ") + part;
+    raise<ValueError>(where, what, " does not fit the module: ", text,
+                      "; names and shapes must be those of the module");
+  }
+  for (auto& [first, second] : tied) {
+    const auto &one = sources[first], &other = sources[second];
+    const bool same_dtype = one.dtype == other.dtype;
+    if (same_dtype && same_values(one.read(), other.read())) continue;
+    raise<ValueError>(where, what, " has unlike ",
+                      same_dtype ? std::string("values") : c10::str("dtypes ", one.dtype, " and ", other.dtype),
+                      " for \"", one.name, "\" and \"", other.name,
+                      "\", expected equal ones, since the module ties them; leave one of them out");
+  }
+  return plan;
+}
+
+void set_value(const RegisteredTensor& target, const at::Tensor& whole) {
+  c10::impl::ExcludeDispatchKeyGuard below(dtensor::kDTensorKey);
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  if (target.parameter == nullptr) {
+    target.tensor.copy_(whole);
+    return;
+  }
+  auto local = target.parameter->impl().local();
+  local.copy_(dtensor::narrow_to_box(whole, target.parameter->layout().local()));
+  target.parameter->impl().set_has_values(true);
+}
+
+dtensor::Communicator& communicator_of(const ShardedModule& sharded, const char* where) {
+  if (sharded.mesh()->has_groups()) return sharded.mesh()->communicator(0);
+  raise<dtensor::StateError>(where, "the module lies on ", sharded.mesh()->to_string(),
+                             ", which was made without groups, expected one that can communicate; use env.mesh()");
+}
+
+at::Device device_of(const ShardedModule& sharded) {
+  const auto& local = sharded.units().front()->parameters().front().impl().local();
+  if (!local.is_meta()) return local.device();
+  const auto type = sharded.mesh()->device_type();
+  if (is_initialized() && current_environment().device().type() == type) return current_environment().device();
+  return at::Device(type);
+}
+
+}  // namespace hsdp

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "hsdp/module_access.h"
+#include "hsdp/unit.h"
+#include "hsdp/unit_selector.h"
+
+namespace hsdp {
+
+/// Which parameters of a module would form which unit, found out before anything changes. A tied parameter is listed
+/// once, with all places that register it. A plain value for the length of fully_shard.
+class UnitGroups {
+ public:
+  struct Parameter {
+    at::Tensor tensor;
+    std::vector<ParameterSlot> slots;
+  };
+  struct Group {
+    std::string path;
+    torch::nn::Module* module;
+    std::vector<Parameter> parameters;
+  };
+
+  /// Throws ValueError when a rule of `selector` matches nothing, listing what is there.
+  UnitGroups(torch::nn::Module& root, const UnitSelector& selector);
+
+  std::vector<Group> groups;                  // root first, then in the order of named_modules
+  std::vector<std::shared_ptr<Unit>> nested;  // of submodules that were sharded before
+  std::unordered_map<const c10::TensorImpl*, std::vector<ParameterSlot>> nested_slots;
+  std::unordered_set<const c10::TensorImpl*> parameters;
+  /// A line for each parameter that its module seems to have lost by an assignment to the member (`head->weight =
+  /// embedding->weight`): members cannot be enumerated, but nothing beside the registry holds the one, and something
+  /// beside registry and member the other.
+  std::vector<std::string> orphans;
+
+ private:
+  struct Names {
+    std::set<std::string> types, paths;
+  };
+  struct Position {
+    size_t group, index;
+  };
+
+  void visit(torch::nn::Module& module, const std::string& path, size_t group, const UnitSelector& selector,
+             std::vector<bool>& used, Names& names);
+  void add(ParameterSlot slot, const at::Tensor& tensor, size_t group);
+  void find_orphans();
+  const Parameter* shared_parameter_like(const at::Tensor& tensor) const;
+
+  std::unordered_set<const torch::nn::Module*> seen_modules_;
+  std::unordered_map<const c10::TensorImpl*, Position> positions_;
+};
+
+}  // namespace hsdp

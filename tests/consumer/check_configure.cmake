@@ -1,0 +1,62 @@
+# cmake -DSOURCE=<hsdp's sources> -DWORK=<folder> -DGENERATOR=.. -DCOMPILER=.. -DTORCH=.. -DGLOO_HEADERS=..
+#   -P check_configure.cmake
+#
+# What configuring says of options that do not fit the machine. Nothing is compiled.
+cmake_minimum_required(VERSION 3.25)
+
+set(ENV{HSDP_PYTHON})
+set(ENV{CMAKE_PREFIX_PATH})
+file(REMOVE_RECURSE "${WORK}")
+
+# Configures with the options that follow `expected`; "works" or "refused", and the text that it must print.
+function(expect outcome expected)
+  execute_process(
+    COMMAND "${CMAKE_COMMAND}" --fresh -G "${GENERATOR}" -S "${SOURCE}" -B "${WORK}/build"
+      "-DCMAKE_CXX_COMPILER=${COMPILER}" ${ARGN}
+    RESULT_VARIABLE status OUTPUT_VARIABLE said ERROR_VARIABLE said)
+  string(REGEX REPLACE "[ \n]+" " " said "${said}")
+  string(FIND "${said}" "${expected}" at)
+  if((outcome STREQUAL "works") EQUAL (NOT status EQUAL 0) OR at EQUAL -1)
+    message(SEND_ERROR "${ARGN}\nended with ${status}, expected that it ${outcome} and says\n${expected}\nIt said\n${said}")
+  endif()
+endfunction()
+
+# --- the folder of gloo's headers ---
+if(GLOO_HEADERS)
+  file(MAKE_DIRECTORY "${WORK}/headers")
+  file(CREATE_LINK "${GLOO_HEADERS}/gloo" "${WORK}/headers/gloo" SYMBOLIC)
+  expect(works "Gloo ON" -DTorch_DIR=${TORCH} -DHSDP_GLOO_INCLUDE_DIR=${WORK}/headers)
+endif()
+expect(refused
+  "[hsdp] HSDP_GLOO_INCLUDE_DIR=${WORK}/nowhere has no gloo/algorithm.h, expected the folder that holds it."
+  -DTorch_DIR=${TORCH} -DHSDP_GLOO_INCLUDE_DIR=${WORK}/nowhere)
+
+# --- no Gloo: nothing that needs it, and no test of several ranks ---
+expect(works "Gloo OFF" -DTorch_DIR=${TORCH} -DHSDP_WITH_GLOO=OFF)
+execute_process(COMMAND "${CMAKE_CTEST_COMMAND}" --test-dir "${WORK}/build" -N OUTPUT_VARIABLE tests)
+if(tests MATCHES "multi\\.[a-z_]+" OR NOT tests MATCHES "unit\\.[a-z_]+")
+  message(SEND_ERROR "Without Gloo the tests are\n${tests}")
+endif()
+
+# --- a CUDA toolkit that is not torch's ---
+file(WRITE "${WORK}/toolkit/bin/nvcc" "#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.99'\n")
+file(CHMOD "${WORK}/toolkit/bin/nvcc" PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE)
+file(WRITE "${WORK}/toolkit/include/cuda_runtime.h" "")
+file(WRITE "${WORK}/toolkit/lib64/libcudart.so" "")
+file(MAKE_DIRECTORY "${WORK}/torch/lib")
+file(CREATE_LINK "${TORCH}/include" "${WORK}/torch/include" SYMBOLIC)
+file(WRITE "${WORK}/torch/lib/libtorch_cuda.so" "")
+file(WRITE "${WORK}/torch/lib/libc10_cuda.so" "libcudart.so.77\n")
+string(CONCAT why
+  "the toolkit in ${WORK}/toolkit/bin is CUDA 12.4.99 and this torch was built with CUDA 77; "
+  "name a toolkit of that major version with -DCUDAToolkit_ROOT=<folder>")
+set(cuda -DTorch_DIR=${WORK}/torch -DCUDAToolkit_ROOT=${WORK}/toolkit -DHSDP_WITH_GLOO=OFF)
+expect(works "CUDA off (${why})" ${cuda})
+expect(refused "[hsdp] HSDP_WITH_CUDA=ON, but ${why}." ${cuda} -DHSDP_WITH_CUDA=ON)
+
+# --- no torch, and another torch ---
+file(WRITE "${WORK}/old_torch/include/torch/csrc/api/include/torch/torch.h" "")
+file(WRITE "${WORK}/old_torch/include/torch/headeronly/version.h"
+  "#define TORCH_VERSION_MAJOR 2\n#define TORCH_VERSION_MINOR 9\n#define TORCH_VERSION_PATCH 1\n")
+expect(refused "[hsdp] torch 2.9.1 in ${WORK}/old_torch, expected 2.11.x." -DTorch_DIR=${WORK}/old_torch)
+expect(refused "[hsdp] the Python /nowhere/python does not run" -DHSDP_PYTHON=/nowhere/python)
