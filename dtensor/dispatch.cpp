@@ -18,6 +18,7 @@
 #include "dtensor/common_draws.h"
 #include "dtensor/dtensor.h"
 #include "dtensor/error.h"
+#include "dtensor/hash_bytes.h"
 #include "dtensor/operator_call.h"
 #include "dtensor/rules.h"
 
@@ -29,8 +30,11 @@ thread_local bool sharded_rules = false;
 // Whose parameters this thread last saw in a scope: tells whether it is in one where an operator sees none of them.
 thread_local std::weak_ptr<ParameterOwner> last_readable;
 
+thread_local int open_scopes = 0;
+
 bool in_scope() {
   if (sharded_rules) return false;
+  if (open_scopes > 0) return true;
   const auto owner = last_readable.lock();
   return owner && owner->readable();
 }
@@ -181,6 +185,7 @@ struct Census {
   bool companion = false;       // a distributed tensor that nobody manages (optimizer state, gradient), scalars aside
   bool differentiable = false;  // a managed parameter whose gradient is wanted
   bool plain = false;           // a plain tensor of more than one element
+  bool state = false;           // a companion without a name, unlike gradients
   bool aliased = false;         // a companion that is written, or of which a view is taken
   // Managed parameters, of one shape or as lists, are written, nothing else is, and none of their units is gathered.
   bool writes_shards_only = true;
@@ -231,6 +236,7 @@ Census take_census(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     auto owner = impl->owner();
     if (!owner) {
       census.companion |= impl->dim() > 0;
+      census.state |= impl->dim() > 0 && impl->name().empty();
       census.aliased |= argument.alias_info() != nullptr;
       return;
     }
@@ -268,24 +274,54 @@ bool runs_on_whole(const c10::OperatorHandle& op, const torch::jit::Stack& stack
 // State that a forward made like a parameter, and now uses as a whole (a view of it, a change that no rule knows),
 // becomes whole. It has no name, unlike a gradient, and belongs to nobody.
 void make_state_whole(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  for_each_tensor(op, stack, [](const at::Tensor& tensor) {
+  for_each_tensor(op, stack, [&](const at::Tensor& tensor) {
     auto* impl = distributed_impl(tensor);
     if (impl == nullptr || impl->owner() || !impl->name().empty() || tensor.requires_grad()) return;
     if (!impl->layout() || impl->local().is_meta()) return;
+    // Body and local; an alias of it would stay behind.
+    if (impl->local().storage().use_count() > 2) {
+      raise<NotSupportedError>(
+          op.schema().name().c_str(), impl->describe(),
+          " was made like a parameter in a forward and has aliases, expected none where it is used "
+          "as a whole; make it with torch::zeros(p.sizes(), p.options())");
+    }
     impl->become_ordinary(DTensor(tensor).full_tensor());
   });
+}
+
+// Numbers that go into such state, and may come from this rank's data: the next gather compares them.
+void note_operands(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const auto owner = last_readable.lock();
+  if (!owner) return;
+  uint64_t hash = hash_bytes(nullptr, 0);
+  const auto note = [&](double number) { hash = hash_bytes(&number, sizeof(number), hash); };
+  for (size_t i = argument_begin(op, stack); i < stack.size(); ++i) {
+    const auto& value = stack[i];
+    if (value.isDouble()) note(value.toDouble());
+    if (value.isInt()) note(static_cast<double>(value.toInt()));
+    if (value.isTensor() && value.toTensor().defined() && value.toTensor().numel() == 1 &&
+        !value.toTensor().key_set().has(kDTensorKey) && !value.toTensor().is_meta() &&
+        !at::isComplexType(value.toTensor().scalar_type())) {
+      note(value.toTensor().item<double>());
+    }
+  }
+  owner->note_operand(hash);
 }
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard below(kDTensorKey);
   if (interceptor != nullptr && interceptor->intercept(op, *stack)) return;
   auto census = take_census(op, *stack);
-  if (!census.whole && census.aliased && !has_shard_rule(op, *stack) && in_scope()) {
+  // A plain tensor is this rank's own, of which a shard would take a part; optimizers have none.
+  if (!census.whole && census.aliased && (census.plain || !has_shard_rule(op, *stack)) && in_scope()) {
     make_state_whole(op, *stack);
     census = take_census(op, *stack);
   }
   if (runs_on_whole(op, *stack, census)) {
     run_on_whole(op, *stack);
+  } else if ((census.state || op.schema().name().ends_with("_like")) && !census.deferred && in_scope()) {
+    note_operands(op, *stack);
+    run_on_shards(op, *stack);
   } else if (census.distributed || census.deferred) {
     run_on_shards(op, *stack);
   } else {
@@ -308,8 +344,14 @@ InterceptScope::~InterceptScope() {
   c10::impl::tls_set_dispatch_key_included(kDTensorKey, former_included_);
 }
 
-ShardedRulesGuard::ShardedRulesGuard(bool sharded) : former_(sharded_rules) { sharded_rules = sharded; }
-ShardedRulesGuard::~ShardedRulesGuard() { sharded_rules = former_; }
+ShardedRulesGuard::ShardedRulesGuard(bool sharded) : sharded_(sharded), former_(sharded_rules) {
+  sharded_rules = sharded;
+  if (!sharded) ++open_scopes;
+}
+ShardedRulesGuard::~ShardedRulesGuard() {
+  sharded_rules = former_;
+  if (!sharded_) --open_scopes;
+}
 
 void register_unsharded_storage(const c10::StorageImpl* storage, std::weak_ptr<ParameterOwner> owner, size_t index) {
   auto& table = storage_table();

@@ -56,7 +56,7 @@ class ShardedRulesGuard {
   ShardedRulesGuard& operator=(const ShardedRulesGuard&) = delete;
 
  private:
-  bool former_;
+  bool sharded_, former_;
 };
 
 /// Tells dispatch that plain tensors on this storage are views of parameter `index` of `owner`. The storage must stay

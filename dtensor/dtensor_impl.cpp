@@ -13,6 +13,8 @@ bool ParameterOwner::holds_whole() const { return true; }
 void ParameterOwner::check_write(size_t) const {}
 
 bool ParameterOwner::is_read_only() const { return false; }
+
+void ParameterOwner::note_operand(uint64_t) {}
 DeferredValue::~DeferredValue() = default;
 void DeferredValue::attach(DTensorImpl&) {}
 void DeferredValue::detach(DTensorImpl&) {}

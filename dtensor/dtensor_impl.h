@@ -46,6 +46,8 @@ class ParameterOwner {
   virtual void check_write(size_t index) const;
   /// Whether all parameters may only be read, and no rank need do what this one does.
   virtual bool is_read_only() const;
+  /// A number went into state made like a parameter in a forward: it must be the same on all ranks.
+  virtual void note_operand(uint64_t hash);
 };
 
 /// What a tensor that was born during deferred construction stands for. Implemented by the recorder above this folder.

@@ -174,6 +174,7 @@ class Export {
 void export_pt(const std::shared_ptr<ShardedModule>& sharded, const std::string& path) {
   auto& group = communicator_of(*sharded, kWhere);
   const auto device = device_of(*sharded);
+  if (const auto scheduler = sharded->scheduler(); scheduler->has_written()) scheduler->compare_writes(group);
   std::optional<Export> out;
   agree(group, device, kWhere, [&] {
     if (const auto names = sharded->tensors_without_values(); !names.empty()) {

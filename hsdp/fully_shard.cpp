@@ -8,7 +8,14 @@
 
 namespace hsdp {
 
-at::Tensor unsharded(const at::Tensor& parameter) { return dtensor::DTensor(parameter).full_tensor(); }
+at::Tensor unsharded(const at::Tensor& parameter) {
+  const dtensor::DTensor tensor(parameter);
+  if (auto unit = std::dynamic_pointer_cast<Unit>(tensor.impl().owner())) {
+    if (auto scheduler = unit->scheduler(); scheduler && scheduler->has_written())
+      scheduler->compare_writes(unit->group());
+  }
+  return tensor.full_tensor();
+}
 
 std::string to_string(const at::Tensor& tensor) {
   std::ostringstream text;

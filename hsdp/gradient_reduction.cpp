@@ -39,6 +39,11 @@ class UserCode {
   dtensor::ShardedRulesGuard sharded_;
 };
 
+bool has_hooks(const at::Tensor& parameter) {
+  return !torch::autograd::impl::hooks(parameter).empty() ||
+         torch::autograd::impl::post_acc_grad_hooks(parameter) != nullptr;
+}
+
 void run_post_accumulate_hook(const at::Tensor& parameter) {
   auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter);
   if (!hook) return;
@@ -92,18 +97,38 @@ void Unit::finish_reduction(Reduction reduction) {
   for (size_t k = 0; k < reduction.indices.size(); ++k) {
     auto& shard = reduction.shards[k];
     if (reduction.divisor != 1) shard.div_(reduction.divisor);
-    land(reduction.indices[k], std::move(shard));
+    land(reduction.indices[k], shard, reduction.task);
   }
 }
 
-// Adds one reduced, averaged gradient to `.grad`, after the parameter's hooks have seen it.
-void Unit::land(size_t index, at::Tensor shard) {
+void Unit::land(size_t index, const at::Tensor& shard, int64_t task) {
   auto& parameter = parameters_[index];
   if (!parameter.tensor().requires_grad()) return;  // Switched off since the forward: torch drops it as well.
   const auto& layout = parameter.layout();
   const auto& box = layout.local();
   auto local = shard.narrow(0, 0, c10::multiply_integers(box.sizes)).view(box.sizes);
   if (local.scalar_type() != layout.dtype()) local = local.to(layout.dtype());
+  if (!has_hooks(parameter.tensor())) return accumulate(index, local);
+  // Other forwards of this backward, or functions that were given the parameter itself, may have more to come.
+  for (auto& awaiting : awaiting_hooks_) {
+    if (awaiting.index != index || awaiting.task != task) continue;
+    awaiting.local.add_(local);
+    return;
+  }
+  awaiting_hooks_.push_back({index, task, local});
+}
+
+void Unit::run_hooks(const AwaitingHooks& awaiting) {
+  Below below(dtensor::kDTensorKey);
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  accumulate(awaiting.index, awaiting.local);
+}
+
+// Adds one reduced, averaged gradient to `.grad`, after the parameter's hooks have seen it.
+void Unit::accumulate(size_t index, const at::Tensor& local) {
+  auto& parameter = parameters_[index];
+  const auto& layout = parameter.layout();
   auto gradient = dtensor::wrap_local(dtensor::raw_alias(local), parameter.impl());
   dtensor::dtensor_impl(gradient)->set_name(parameter.name() + ".grad");
   auto& hooks = torch::autograd::impl::hooks(parameter.tensor());

@@ -8,13 +8,30 @@
 #include <atomic>
 #include <bit>
 #include <cmath>
+#include <utility>
 
 #include "dtensor/error.h"
 #include "dtensor/hash_bytes.h"
+#include "hsdp/host.h"
 #include "hsdp/saved_tensors.h"
 
 namespace hsdp {
 namespace {
+
+// The backward whose hooks this thread runs, after its gradients have landed: what they read does not begin it anew,
+// and a backward of their own has its own end.
+thread_local int64_t ended_task = -1;
+
+class EndedTask {
+ public:
+  explicit EndedTask(int64_t task) : former_(std::exchange(ended_task, task)) {}
+  ~EndedTask() { ended_task = former_; }
+  EndedTask(const EndedTask&) = delete;
+  EndedTask& operator=(const EndedTask&) = delete;
+
+ private:
+  int64_t former_;
+};
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
@@ -214,6 +231,7 @@ void Scheduler::summon() {
     dtensor::raise<dtensor::StateError>("SummonFull", "opened inside a backward, expected it outside of one");
   }
   check_values();
+  if (has_written()) compare_writes(units_.front()->group());
   try {
     prefetch(units_.front().get());
     for (size_t i = 0; i < units_.size(); ++i) {
@@ -269,6 +287,7 @@ void Scheduler::read_summoned(Unit& unit) const {
 
 void Scheduler::join_backward() {
   check_not_summoned("backward");
+  if (ended_task != -1 && torch::autograd::get_current_graph_task_id() == ended_task) return;
   if (backward_task_ != -1 && !backward_failed(backward_task_)) return;
   if (backward_task_ != -1) reset_iteration_state();
   backward_task_ = torch::autograd::get_current_graph_task_id();
@@ -282,10 +301,12 @@ void Scheduler::end_backward() {
     std::vector<size_t> indices;
     std::vector<at::Tensor> gradients;
     unit->merge_direct_gradients(indices, gradients);
-    start_reduction(*unit, indices, std::move(gradients));
+    start_reduction(*unit, indices, std::move(gradients), backward_task_);
   }
   finish_reductions();
-  backward_task_ = -1;
+  std::vector<std::pair<std::shared_ptr<Unit>, std::vector<Unit::AwaitingHooks>>> hooked;
+  for (auto& unit : units_) hooked.emplace_back(unit, unit->take_awaiting_hooks());
+  const EndedTask ended(std::exchange(backward_task_, -1));
   current_ = nullptr;
   backward_plan_.clear();
   // `model->forward(x).sum().backward()` ends here with its forward scope still open.
@@ -293,11 +314,22 @@ void Scheduler::end_backward() {
     for (auto& unit : units_) unit->disconnect();
   }
   free_unneeded(/*keep_kept=*/false);
+  // Last, because a hook may run forwards and backwards of its own.
+  bool ran = false;
+  for (auto& [unit, list] : hooked) {
+    for (auto& awaiting : list) {
+      unit->run_hooks(awaiting);
+      ran = true;
+    }
+  }
+  if (ran) free_unneeded(/*keep_kept=*/false);
 }
 
 void Scheduler::last_hold_released(Unit& unit) {
   std::lock_guard lock(mutex_);
   if (!in_backward() || unit.has_pins() || unit.is_raw_accessed() || !unit.is_gathered()) return;
+  // In an inner backward the outer one is in the middle of a node, which may use what another scope saved.
+  if (torch::autograd::get_current_graph_task_id() != backward_task_ && unit.holds() > 0) return;
   unit.reshard();
 }
 
@@ -313,14 +345,16 @@ void Scheduler::reduce(Unit& unit, int64_t scope_token, std::vector<size_t> indi
   const bool done =
       (inner ? unit.holds() : unit.holds(scope_token)) == 0 || torch::autograd::get_current_graph_task_keep_graph();
   if (done && !unit.has_pins() && !unit.is_raw_accessed()) unit.reshard();
-  start_reduction(unit, indices, std::move(gradients));
+  start_reduction(unit, indices, std::move(gradients), torch::autograd::get_current_graph_task_id());
 }
 
-void Scheduler::start_reduction(Unit& unit, const std::vector<size_t>& indices, std::vector<at::Tensor> gradients) {
+void Scheduler::start_reduction(Unit& unit, const std::vector<size_t>& indices, std::vector<at::Tensor> gradients,
+                                int64_t task) {
   finish_reductions();
   const auto divisor = gradient_divide_factor_.value_or(static_cast<double>(unit.shard_size()));
   auto reduction = unit.start_reduction(indices, std::move(gradients), divisor);
   if (!reduction) return;
+  reduction->task = task;
   note_collective(2, unit, reduction->indices);
   mix_history(std::bit_cast<uint64_t>(divisor));
   reductions_.emplace_back(&unit, std::move(*reduction));
@@ -354,10 +388,29 @@ std::array<int64_t, 4> Scheduler::next_signature(const Unit& unit) {
   return {static_cast<int64_t>(history_), place, collectives_, static_cast<int64_t>(writes_)};
 }
 
-void Scheduler::note_write(const std::string& parameter, uint64_t hash) {
+void Scheduler::note_write(const std::string& what, uint64_t hash) {
   std::lock_guard lock(mutex_);
   writes_ = dtensor::hash_bytes(&hash, sizeof(hash), writes_);
-  last_written_ = parameter;
+  last_written_ = what;
+}
+
+void Scheduler::compare_writes(dtensor::Communicator& group) {
+  if (group.size() == 1) return;
+  const auto own =
+      at::full({1}, static_cast<int64_t>(writes_), at::TensorOptions(units_.front()->device()).dtype(at::kLong));
+  auto all = at::empty({group.size()}, own.options());
+  group.all_gather(all, own, {"all_gather", "what forwards wrote"})->wait();
+  const auto table = all.to(kHost);
+  for (int64_t rank = 0; rank < group.size(); ++rank) {
+    if (table[rank].item<int64_t>() != static_cast<int64_t>(writes_)) raise_unlike_writes(group.rank(), rank);
+  }
+}
+
+void Scheduler::raise_unlike_writes(int64_t rank, int64_t other) const {
+  dtensor::raise<dtensor::StateError>(
+      "all_gather", "rank ", rank, " and rank ", other, " wrote other values into parameters in a forward",
+      last_written_.empty() ? "" : ", here last into " + last_written_,
+      ", expected the same on all ranks, because each keeps its part; all-reduce what is written first");
 }
 
 void Scheduler::reduce_direct(Unit& unit, size_t index, const at::Tensor& gradient) {
@@ -382,7 +435,7 @@ void Scheduler::reset_iteration_state() {
   current_ = nullptr;
   backward_task_ = -1;
   for (auto& unit : units_) {
-    unit->drop_direct_gradients();
+    unit->drop_gradients_in_flight();
     unit->disconnect();
     if (summoned_ == 0) unit->reshard();
   }

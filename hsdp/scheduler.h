@@ -80,9 +80,14 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   /// Counts this gather and says what it is, for comparison with the other ranks: a hash over all gathers and
   /// reductions, the unit's place in units(), the number of collectives, and a hash over what forwards wrote.
   std::array<int64_t, 4> next_signature(const Unit& unit);
-  /// A whole parameter was written; `hash` is that of its values, which must be the same on all ranks.
-  void note_write(const std::string& parameter, uint64_t hash);
-  const std::string& last_written() const { return last_written_; }
+  /// A whole parameter or state like it was written; `hash` is that of the values, which must be the same on all ranks.
+  void note_write(const std::string& what, uint64_t hash);
+  /// Throws StateError on all ranks when they have written unlike values so far. Collective; the next gather compares
+  /// as well.
+  void compare_writes(dtensor::Communicator& group);
+  /// Whether this rank has written anything in a forward.
+  bool has_written() const { return writes_ != 0; }
+  [[noreturn]] void raise_unlike_writes(int64_t rank, int64_t other) const;
 
   /// Reduced gradients are sums over ranks divided by this, from the next reduction on. Unset: the number of ranks.
   void set_gradient_divide_factor(double factor);
@@ -105,7 +110,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   /// Returns the unit's place in units().
   int64_t note_collective(int64_t kind, const Unit& unit, const std::vector<size_t>& indices);
   void mix_history(uint64_t value);
-  void start_reduction(Unit& unit, const std::vector<size_t>& indices, std::vector<at::Tensor> gradients);
+  void start_reduction(Unit& unit, const std::vector<size_t>& indices, std::vector<at::Tensor> gradients, int64_t task);
   void join_backward();
   void end_backward();
   void finish_reductions();

@@ -210,10 +210,7 @@ void Unit::check_signatures() {
     if (table[other].equal(own)) continue;
     auto scheduler = this->scheduler();
     if (table[other].narrow(0, 0, 3).equal(own.narrow(0, 0, 3))) {
-      dtensor::raise<dtensor::StateError>(
-          "all_gather", "rank ", rank, " and rank ", other, " wrote other values into parameters in a forward",
-          scheduler->last_written().empty() ? "" : ", here last into \"" + scheduler->last_written() + "\"",
-          ", expected the same on all ranks, because each keeps its part; all-reduce what is written first");
+      scheduler->raise_unlike_writes(rank, other);
     }
     const auto& units = scheduler->units();
     const auto index = table[other][1].item<int64_t>();
@@ -262,7 +259,8 @@ void Unit::keep_raw_writes() {
   if (is_stale()) return;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto part = dtensor::narrow_to_box(dtensor::raw_alias(unsharded_[i].whole), parameters_[i].layout().local());
-    if (!part.equal(parameters_[i].impl().local())) written(i);
+    // Not compared with the other ranks: only some of them need see a change in their part.
+    if (!part.equal(parameters_[i].impl().local())) write_back(i);
   }
 }
 
@@ -388,7 +386,24 @@ void Unit::check_write(size_t index) const {
                                       "need not do the same; change it after the scope");
 }
 
+void Unit::note_operand(uint64_t hash) {
+  auto scheduler = this->scheduler();
+  if (scheduler && shard_size() > 1) scheduler->note_write("state made like a parameter", hash);
+}
+
 void Unit::written(size_t index) {
+  write_back(index);
+  auto scheduler = this->scheduler();
+  if (!scheduler || shard_size() == 1) return;
+  // Each rank keeps its part of its own values, so that the next gather must find them equal.
+  Below below(dtensor::kDTensorKey);
+  at::NoGradGuard no_grad;
+  const auto values = dtensor::raw_alias(unsharded_[index].whole).to(kHost);
+  scheduler->note_write("\"" + parameters_[index].name() + "\"",
+                        dtensor::hash_bytes(values.const_data_ptr(), values.nbytes()));
+}
+
+void Unit::write_back(size_t index) {
   Below below(dtensor::kDTensorKey);
   at::NoGradGuard no_grad;
   auto& parameter = parameters_[index];
@@ -397,14 +412,8 @@ void Unit::written(size_t index) {
     // The same memory: only the counter of the identity has to learn of it.
     parameter.impl().bump_version();
   } else {
-    const auto whole = dtensor::raw_alias(unsharded.whole);
     auto local = parameter.impl().local();
-    local.copy_(dtensor::narrow_to_box(whole, parameter.layout().local()));
-    // Each rank keeps its part of its own values, so that the next gather must find them equal.
-    if (auto scheduler = this->scheduler()) {
-      const auto values = whole.to(kHost);
-      scheduler->note_write(parameter.name(), dtensor::hash_bytes(values.const_data_ptr(), values.nbytes()));
-    }
+    local.copy_(dtensor::narrow_to_box(dtensor::raw_alias(unsharded.whole), parameter.layout().local()));
   }
   parameter.impl().set_has_values(true);
   unsharded.version = version_of(parameter.tensor());

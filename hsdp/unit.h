@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "dtensor/dtensor_impl.h"
@@ -26,6 +27,7 @@ struct Reduction {
   std::vector<size_t> indices;          // parameters that have a gradient
   std::vector<at::Tensor> shards;       // padded, 1-D, sum over ranks once `work` is done
   double divisor = 1;                   // of the sum
+  int64_t task = -1;                    // the backward that they come from
   std::shared_ptr<dtensor::Work> work;  // owns the full gradients as long as they are needed; null at one rank
 };
 
@@ -66,6 +68,8 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
   bool is_relative_of(const Unit& other) const;
   /// Ranks that share the parameters.
   int64_t shard_size() const;
+  c10::Device device() const { return parameters_.front().impl().local().device(); }
+  dtensor::Communicator& group() const { return parameters_.front().layout().mesh()->communicator(0); }
 
   // ---- gather and free ----
   bool is_gathered() const { return state_ == State::gathered; }
@@ -126,14 +130,26 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
   /// Full gradients (some undefined) of the parameters at `indices` -> an asynchronous reduce-scatter.
   std::optional<Reduction> start_reduction(const std::vector<size_t>& indices, std::vector<at::Tensor> gradients,
                                            double divisor);
-  /// Waits, divides, runs parameter hooks and adds to the parameters' `.grad` as DTensors.
+  /// Waits, divides, and adds to the parameters' `.grad` as DTensors; what has hooks waits for run_hooks().
   void finish_reduction(Reduction reduction);
+  /// A reduced gradient whose parameter has hooks: they see the sum over a whole backward, as torch's do.
+  struct AwaitingHooks {
+    size_t index;
+    int64_t task;
+    at::Tensor local;
+  };
+  std::vector<AwaitingHooks> take_awaiting_hooks() { return std::exchange(awaiting_hooks_, {}); }
+  /// Runs the hooks and adds to `.grad`.
+  void run_hooks(const AwaitingHooks& awaiting);
   /// A full gradient that came past the unit's node.
   void add_direct_gradient(size_t index, const at::Tensor& gradient);
   bool has_direct_gradients() const;
   /// Moves direct gradients into the list that is about to be reduced.
   void merge_direct_gradients(std::vector<size_t>& indices, std::vector<at::Tensor>& gradients);
-  void drop_direct_gradients() { direct_gradients_.clear(); }
+  void drop_gradients_in_flight() {
+    direct_gradients_.clear();
+    awaiting_hooks_.clear();
+  }
 
   // ---- dtensor::ParameterOwner ----
   bool readable() const override;
@@ -144,6 +160,7 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
   void pin() override { ++pins_; }
   void unpin() override { --pins_; }
   void written(size_t index) override;
+  void note_operand(uint64_t hash) override;
   void shard_written(size_t index) override { ++unsharded_[index].alias_writes; }
   void check_write(size_t index) const override;
   bool is_read_only() const override;
@@ -164,11 +181,13 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
 
   void prepare_shards();
   void keep_raw_writes();
+  void write_back(size_t index);
   void check_signatures();
   void prepare_unsharded(size_t index);
   void forget_unsharded(Unsharded& unsharded);
   void connect(int64_t scope_token);
-  void land(size_t index, at::Tensor shard);
+  void land(size_t index, const at::Tensor& shard, int64_t task);
+  void accumulate(size_t index, const at::Tensor& local);
 
   std::string name_;
   const torch::nn::Module* module_;
@@ -189,6 +208,7 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
   std::shared_ptr<dtensor::Work> gather_work_;
   at::Tensor signatures_;  // what each rank says it gathers, beside the parameters
   std::vector<at::Tensor> direct_gradients_;
+  std::vector<AwaitingHooks> awaiting_hooks_;
 };
 
 }  // namespace hsdp

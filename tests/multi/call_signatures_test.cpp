@@ -61,6 +61,7 @@ TORCH_MODULE(Many);
 TEST(Calls, PassAndReturnWhatTheMethodDoes) {
   for (const int ranks : {1, 3}) {
     run_ranks(ranks, [](RankContext& context) {
+      torch::set_default_dtype(torch::scalarTypeToTypeMeta(torch::kFloat64));
       torch::manual_seed(3);
       Many plain;
       torch::manual_seed(3);
@@ -88,10 +89,19 @@ TEST(Calls, PassAndReturnWhatTheMethodDoes) {
       EXPECT_TRUE(torch::equal(ours.hidden, theirs.hidden));
       auto state = std::make_unique<State>(State{x});
       EXPECT_TRUE(torch::equal(model->boxed(std::move(state))->logits, plain->in(x)));
-      EXPECT_EQ(model->mapped([](const torch::Tensor& w) { return w.sum().item<float>(); }),
-                plain->in->weight.sum().item<float>());
+      EXPECT_EQ(model->mapped([](const torch::Tensor& w) { return w.sum().item<double>(); }),
+                plain->in->weight.sum().item<double>());
       EXPECT_EQ(&model->first(), &net->in);
       EXPECT_EQ(model->greeting(), "many");
+      // Gradients of what came back in a struct, in a tuple and through a reference.
+      (*model(x, y, 0.5).loss + std::get<1>(model->encode({x, x * 2})).pow(2).sum() + ours.hidden.sum()).backward();
+      (*plain->forward(x, y, 0.5).loss + std::get<1>(plain->encode({x, x * 2})).pow(2).sum() + theirs.hidden.sum())
+          .backward();
+      for (auto& parameter : model->named_parameters()) {
+        EXPECT_TRUE(torch::allclose(hsdp::unsharded(parameter.value().grad()),
+                                    plain->named_parameters()[parameter.key()].grad(), 1e-11, 1e-12))
+            << parameter.key();
+      }
       const auto constant = model;
       EXPECT_TRUE(torch::equal(constant->forward(x).logits, plain->forward(x).logits));
     });

@@ -102,7 +102,8 @@ TEST_P(Habit, WeightsNormalisedInForwardAndWrittenBack) {
       torch::NoGradGuard no_grad;
       net.b->weight.div_(net.b->weight.norm(2, 1, true).clamp_min(1e-6));
       net.a->weight.copy_(torch::nn::functional::normalize(net.a->weight));
-      net.c->weight.data() = net.c->weight.data().renorm(2, 0, 0.5);  // Assigns a temporary: no effect, as without sharding.
+      net.c->weight.data() =
+          net.c->weight.data().renorm(2, 0, 0.5);  // Assigns a temporary: no effect, as without sharding.
     }
     return torch::mse_loss(net.forward(in.x), in.y);
   };
@@ -113,7 +114,8 @@ TEST_P(Habit, WeightsNormalisedInForwardAndWrittenBack) {
 struct SpectralImpl : torch::nn::Module {
   SpectralImpl()
       : in(register_module("in", torch::nn::Linear(6, 7))), out(register_module("out", torch::nn::Linear(7, 6))) {
-    u = register_buffer("u", torch::nn::functional::normalize(torch::randn({7}), torch::nn::functional::NormalizeFuncOptions().dim(0)));
+    u = register_buffer(
+        "u", torch::nn::functional::normalize(torch::randn({7}), torch::nn::functional::NormalizeFuncOptions().dim(0)));
   }
   torch::Tensor forward(const torch::Tensor& x) {
     namespace F = torch::nn::functional;
@@ -242,7 +244,9 @@ TEST_P(Habit, Autocast) {
     Inputs in(step, begin, end);
     at::autocast::set_autocast_enabled(at::kCPU, true);
     at::autocast::increment_nesting();
-    auto out = net.forward(in.x.to(torch::kFloat32));
+    auto h = net.a(in.x.to(torch::kFloat32));
+    EXPECT_EQ(h.scalar_type(), torch::kBFloat16) << "autocast is in effect";
+    auto out = net.c(torch::tanh(net.b(torch::tanh(h)))) + net.bias;
     if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
     at::autocast::set_autocast_enabled(at::kCPU, false);
     EXPECT_EQ(out.scalar_type(), torch::kFloat32) << "bfloat16 product plus a float32 parameter";
@@ -281,7 +285,8 @@ TEST_P(Habit, ExpertsChosenByTheBatch) {
   train(c);
 }
 
-/// One network's output is another's weight; a lookup by advanced indexing; a parameter that is returned and used again.
+/// One network's output is another's weight; a lookup by advanced indexing; a parameter that is returned and used
+/// again.
 struct HyperImpl : torch::nn::Module {
   HyperImpl() : maker(register_module("maker", torch::nn::Linear(4, 36))) {
     code = register_parameter("code", torch::randn({4}));
@@ -316,7 +321,8 @@ TEST_P(Habit, L2TermInsideTheForward) {
   c.loss = [](ThreeImpl& net, int64_t step, int64_t begin, int64_t end) {
     Inputs in(step, begin, end);
     auto loss = torch::mse_loss(net.forward(in.x), in.y);
-    for (auto& parameter : net.parameters()) loss = loss + 0.01 * parameter.pow(2).sum() + 0.001 * parameter.abs().sum();
+    for (auto& parameter : net.parameters())
+      loss = loss + 0.01 * parameter.pow(2).sum() + 0.001 * parameter.abs().sum();
     return loss;
   };
   train(c);

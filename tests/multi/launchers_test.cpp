@@ -229,6 +229,9 @@ TEST_F(Launchers, TorchrunInsideSrun) {
   ASSERT_EQ(results[0].exit_code, 0) << to_string(results[0]) << to_string(results[1]);
   ASSERT_EQ(results[1].exit_code, 0) << to_string(results[0]) << to_string(results[1]);
   EXPECT_THAT(results[0].err, HasSubstr("hsdp: 2 ranks from torchrun, gloo, cpu\n"));
+  const std::string other = std::to_string(free_port());
+  run_processes({program(torchrun(0, other), "expected"), program(torchrun(1, other), "expected")});
+  EXPECT_EQ(numbers("run"), numbers("expected"));
   EXPECT_EQ(numbers("run").size(), 5u);
 }
 

@@ -101,6 +101,25 @@ TEST_P(OptimizerHabit, RmsPropCenteredMomentum) {
 
 // ---- groups, schedulers, state ----
 
+TEST_P(OptimizerHabit, LbfgsIsRefusedInAnOpenScope) {
+  with_sharded_run(GetParam(), [](TrainingRun& run) {
+    torch::optim::LBFGS optimizer(run.model()->parameters(), torch::optim::LBFGSOptions(0.1));
+    expect_refused_and_unchanged<dtensor::NotSupportedError>(
+        run,
+        [&] {
+          hsdp::ForwardScope scope(run.model().core());
+          optimizer.step([&] {
+            optimizer.zero_grad();
+            return torch::tensor(run.backward(0));
+          });
+        },
+        "[aten::view] this operator has no rule for sharded tensors, given tensor \"gain.grad\" of shape [1] "
+        "(Shard(0)); to compute with whole parameters use model->forward(x), for this rank's part to_local(), for the "
+        "whole value full_tensor(); optimizers that flatten or multiply whole parameters, as LBFGS does, cannot run on "
+        "shards");
+  });
+}
+
 TEST_P(OptimizerHabit, LearningRatesGroupsAndSchedulers) {
   expect_same_in_all_ways(GetParam(), [](TrainingRun& run) -> Step {
     auto all = run.net().parameters();

@@ -162,6 +162,20 @@ TEST(Refused, BackwardAfterAnOptimizerStep) {
   });
 }
 
+// SGD writes through data(), which torch's own check does not see.
+TEST(Refused, BackwardAfterAStepOfSgd) {
+  on_ranks([](Fixture& f) {
+    torch::optim::SGD optimizer(f.model->parameters(), 0.1);
+    auto first = f.loss(), second = f.loss();
+    first.backward();
+    optimizer.step();
+    expect_error<dtensor::StateError>([&] { second.backward(); }, "[backward] parameter \"",
+                                      "\" needed for gradient computation was modified by an inplace operation since ");
+    f.model.reset_iteration_state();
+    hsdp::copy_values(f.model, f.plain);
+  });
+}
+
 TEST(Refused, ASavedActivationThatWasChanged) {
   on_ranks([](Fixture& f) {
     torch::Tensor h;
@@ -283,6 +297,13 @@ TEST(Refused, ValuesWrittenInAForwardThatDifferBetweenRanks) {
       (void)f.net->b->weight.sum();
       f.net->b->weight.add_(torch::full({1}, static_cast<double>(context.rank())));
     }
+    const auto unlike = [&](auto&& call) {
+      expect_error<dtensor::StateError>(call, "[all_gather] rank ", "wrote other values into parameters in a forward",
+                                        "here last into \"b.weight\"", "all-reduce what is written first");
+    };
+    unlike([&] { hsdp::unsharded(f.net->b->weight); });
+    unlike([&] { hsdp::export_pt(f.model, context.directory() + "/model.pt"); });
+    unlike([&] { hsdp::SummonFull scope(f.model); });
     expect_error<dtensor::StateError>([&] { f.model->forward(f.in.x); }, "[all_gather] rank ",
                                       "wrote other values into parameters in a forward", "here last into \"b.weight\"",
                                       "expected the same on all ranks");
@@ -322,6 +343,13 @@ TEST(Evaluation, BeforeTheFirstStepInBothModes) {
       EXPECT_TRUE(torch::equal(inference_result, expected));
     }
     EXPECT_TRUE(torch::equal(no_grad_result, expected));
+  });
+}
+
+TEST(Evaluation, InInferenceModeAsTheFirstForwardOfAll) {
+  on_ranks([](Fixture& f) {
+    c10::InferenceMode inference;
+    EXPECT_TRUE(torch::equal(f.model->forward(f.in.x), f.plain->forward(f.in.x)));
   });
 }
 
@@ -393,6 +421,71 @@ TEST(Evaluation, OfForwardsThatMakeStateLikeTheirWeights) {
     }
     hsdp::SummonFull scope(f.model);
     EXPECT_TRUE(torch::equal(masked(*f.net, f.in.x), expected));
+  });
+}
+
+// Without gradients too, such state holds what this rank's rows say.
+TEST(Evaluation, OfForwardsThatFillStateFromTheirOwnRows) {
+  for (const int ranks : {1, 3}) {
+    run_ranks(ranks, [](RankContext& context) {
+      Fixture f(context);
+      torch::NoGradGuard no_grad;
+      const int64_t share = 12 / context.world_size();
+      const auto x = f.in.x.narrow(0, share * context.rank(), share);
+      const auto filled = [](ThreeImpl& net, const torch::Tensor& rows) {
+        auto h = torch::tanh(net.a(rows));
+        auto t = torch::zeros_like(net.b->weight);
+        t.add_(h.t().mm(h), 0.1);
+        auto picked = torch::zeros_like(net.b->weight);
+        picked.masked_fill_(h.t().mm(h) > 0, 2);
+        auto lerped = torch::zeros_like(net.b->bias).lerp_(h.mean(0), 0.5);
+        return h.mm(t + net.b->weight) + h.mm(picked) + lerped;
+      };
+      hsdp::ForwardScope scope(f.model.core());
+      EXPECT_TRUE(torch::allclose(filled(*f.net, x), filled(*f.plain, x), 1e-12, 1e-12));
+    });
+  }
+}
+
+TEST(Refused, AliasesOfStateThatAForwardUsesAsAWhole) {
+  run_ranks(3, [](RankContext& context) {
+    Fixture f(context);
+    torch::NoGradGuard no_grad;
+    hsdp::ForwardScope scope(f.model.core());
+    auto state = torch::zeros_like(f.net->b->weight);
+    expect_error<dtensor::NotSupportedError>([&] { state.data().view({-1}).fill_(2); }, "has aliases, expected none",
+                                             "torch::zeros(p.sizes(), p.options())");
+    auto alias = state.detach();
+    expect_error<dtensor::NotSupportedError>([&] { state[0] = 1; }, "has aliases, expected none");
+  });
+}
+
+TEST(Refused, NumbersOfThisRanksDataInStateMadeLikeAWeight) {
+  run_ranks(3, [](RankContext& context) {
+    Fixture f(context);
+    {
+      torch::NoGradGuard no_grad;
+      hsdp::ForwardScope scope(f.model.core());
+      (void)torch::full_like(f.net->b->weight, static_cast<double>(context.rank()));
+    }
+    expect_error<dtensor::StateError>([&] { f.model->forward(f.in.x); },
+                                      "wrote other values into parameters in a forward",
+                                      "here last into state made like a parameter");
+  });
+}
+
+TEST(RawWrites, ThatOnlyOneRanksPartShowsAreNoDifference) {
+  on_ranks([](Fixture& f) {
+    torch::NoGradGuard no_grad;
+    const double former = f.plain->b->weight[0][0].item<double>();
+    for (const double value : {0.5, former}) {
+      {
+        hsdp::ForwardScope scope(f.model.core());
+        f.net->b->weight.data_ptr<double>()[0] = value;
+      }
+      EXPECT_EQ(hsdp::unsharded(f.net->b->weight)[0][0].item<double>(), value);
+      (void)f.model->forward(f.in.x);
+    }
   });
 }
 

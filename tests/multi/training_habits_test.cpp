@@ -1,6 +1,6 @@
 // Ways of running forwards and backwards, each compared with the unsharded module: frozen, unused and tied parameters,
-// several forwards before a backward, several backwards before a step, forwards without gradients, graphs that are kept,
-// differentiated twice, abandoned or recomputed, and custom functions.
+// several forwards before a backward, several backwards before a step, forwards without gradients, graphs that are
+// kept, differentiated twice, abandoned or recomputed, and custom functions.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -49,7 +49,8 @@ TEST_P(Habit, UnusedParametersAndModules) {
 }
 
 struct TiedImpl : torch::nn::Module {
-  TiedImpl() : in(register_module("in", torch::nn::Linear(6, 7))), out(register_module("out", torch::nn::Linear(7, 6))) {
+  TiedImpl()
+      : in(register_module("in", torch::nn::Linear(6, 7))), out(register_module("out", torch::nn::Linear(7, 6))) {
     auto middle = torch::nn::Linear(torch::nn::LinearOptions(7, 7).bias(false));
     first = register_module("first", middle);
     second = register_module("second", std::make_shared<Wrapped>(middle->weight));
@@ -212,7 +213,8 @@ TEST_P(Habit, UserWrittenCheckpoint) {
   c.loss = [](ThreeImpl& net, int64_t step, int64_t begin, int64_t end) {
     Inputs in(step, begin, end);
     auto dummy = torch::zeros({1}).set_requires_grad(true);
-    auto h = Recompute::apply(in.x, dummy, [&net](torch::Tensor x) { return torch::tanh(net.b(torch::tanh(net.a(x)))); });
+    auto h =
+        Recompute::apply(in.x, dummy, [&net](torch::Tensor x) { return torch::tanh(net.b(torch::tanh(net.a(x)))); });
     return torch::mse_loss(net.c(h) + net.bias, in.y);
   };
   train(c);
@@ -259,7 +261,8 @@ TEST_P(Habit, OperatorsThatReadSeveralUnits) {
   auto c = three();
   c.loss = [](ThreeImpl& net, int64_t step, int64_t begin, int64_t end) {
     Inputs in(step, begin, end);
-    auto joined = torch::cat({net.a->weight, net.c->weight.t()}, 1).mm(torch::cat({net.c->weight, net.a->weight.t()}, 0));
+    auto joined =
+        torch::cat({net.a->weight, net.c->weight.t()}, 1).mm(torch::cat({net.c->weight, net.a->weight.t()}, 0));
     return torch::mse_loss(net.forward(in.x), in.y) + joined.pow(2).mean();
   };
   train(c);
@@ -355,7 +358,8 @@ TEST_P(Habit, AmsgradAndCaughtFailuresOfOtherBackwards) {
     h.register_hook([](const torch::Tensor& gradient) {
       struct Failing : torch::autograd::Function<Failing> {
         static torch::Tensor forward(torch::autograd::AutogradContext*, torch::Tensor t) { return t.clone(); }
-        static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list) {
+        static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                       torch::autograd::variable_list) {
           throw std::runtime_error("planted");
         }
       };
@@ -377,6 +381,62 @@ TEST_P(Habit, HooksSeeTheReducedGradient) {
     return net;
   };
   c.loss = [](ThreeImpl& net, int64_t step, int64_t begin, int64_t end) {
+    Inputs in(step, begin, end);
+    return torch::mse_loss(net.forward(in.x), in.y);
+  };
+  train(c);
+}
+
+TEST_P(Habit, HooksOfTwoForwardsInOneBackward) {
+  auto c = three();
+  c.make = [] {
+    Three net;
+    net->b->weight.register_hook([](const torch::Tensor& gradient) { return gradient + 0.1; });
+    return net;
+  };
+  c.forward_backward = [](ThreeImpl& net, const InForward& forward, int64_t step, int64_t begin, int64_t end) {
+    Inputs one(step, begin, end), two(step, begin, end, 5);
+    auto first = forward([&] { return torch::mse_loss(net.forward(one.x), one.y); });
+    auto second = forward([&] { return torch::mse_loss(net.forward(two.x), two.y); });
+    auto loss = first + second;
+    loss.backward();
+    return loss.detach();
+  };
+  train(c);
+}
+
+TEST_P(Habit, HooksThatAreNotLinearSeeTheReducedGradient) {
+  auto c = three();
+  c.make = [] {
+    Three net;
+    net->b->weight.register_hook([](const torch::Tensor& gradient) { return gradient.clamp(-0.003, 0.003); });
+    net->a->weight.register_hook([](const torch::Tensor& gradient) { return gradient * gradient.norm(); });
+    return net;
+  };
+  c.loss = [](ThreeImpl& net, int64_t step, int64_t begin, int64_t end) {
+    Inputs in(step, begin, end);
+    return torch::mse_loss(net.forward(in.x), in.y);
+  };
+  train(c);
+}
+
+/// Takes the view once, in the first forward of all, and keeps it.
+struct KeepingImpl : ThreeImpl {
+  torch::Tensor forward(const torch::Tensor& x) {
+    if (!transposed.defined()) {
+      torch::NoGradGuard no_grad;
+      transposed = b->weight.t();
+    }
+    return c(torch::tanh(b(torch::tanh(a(x))) + torch::tanh(a(x)).mm(transposed))) + bias;
+  }
+  torch::Tensor transposed;
+};
+TORCH_MODULE(Keeping);
+
+TEST_P(Habit, AViewTakenOnceServesEveryStep) {
+  ParityCase<Keeping> c;
+  c.make = [] { return Keeping(); };
+  c.loss = [](KeepingImpl& net, int64_t step, int64_t begin, int64_t end) {
     Inputs in(step, begin, end);
     return torch::mse_loss(net.forward(in.x), in.y);
   };

@@ -111,6 +111,21 @@ struct Lonely {
   ADD_FAILURE();
 }
 
+[[gnu::noinline]] void export_on_rank_zero(RankContext& context, Trainer& trainer) {
+  hsdp::export_pt(trainer.model, context.directory() + "/model.pt");
+  ADD_FAILURE();
+}
+
+[[gnu::noinline]] void load_on_rank_zero(RankContext& context, Trainer& trainer) {
+  hsdp::load(trainer.model, context.directory() + "/none.pt");
+  ADD_FAILURE();
+}
+
+[[gnu::noinline]] void summon_on_rank_zero(RankContext&, Trainer& trainer) {
+  hsdp::SummonFull scope(trainer.model);
+  ADD_FAILURE();
+}
+
 const std::vector<Lonely> kLonely = {
     {"Forward", forward_on_rank_zero, "forward_on_rank_zero", "\\[all_gather\\] first, [0-9,]+ bytes",
      "torch::nn::LinearImpl::forward"},
@@ -124,6 +139,11 @@ const std::vector<Lonely> kLonely = {
      "hsdp::Environment::barrier"},
     {"ReplayInit", replay_on_rank_zero, "replay_on_rank_zero", "\\[all_gather\\] replay_init seed check, [0-9]+ bytes",
      "hsdp::ShardedModule::replay_init"},
+    {"ExportPt", export_on_rank_zero, "export_on_rank_zero", "\\[all_reduce\\] export_pt, [0-9]+ bytes",
+     "hsdp::export_pt"},
+    {"Load", load_on_rank_zero, "load_on_rank_zero", "\\[all_reduce\\] load, [0-9]+ bytes", "hsdp::load"},
+    {"SummonFull", summon_on_rank_zero, "summon_on_rank_zero", "\\[all_gather\\] first, [0-9,]+ bytes",
+     "hsdp::SummonFull::SummonFull"},
 };
 
 class OnRankZeroOnly : public ::testing::TestWithParam<Lonely> {
@@ -321,7 +341,7 @@ TEST_P(EndOfRankOne, EndsTheOthersByName) {
   const End& end = GetParam();
   const auto start = Clock::now();
   const auto results = run_processes(ranks_that(end.habit));
-  EXPECT_LT(seconds_since(start), 25) << describe(results);
+  EXPECT_LT(seconds_since(start), 12) << describe(results);
   EXPECT_EQ(results[1].exit_code, end.exit_code) << describe(results);
   EXPECT_EQ(results[1].signal, end.signal);
   EXPECT_THAT(results[1].err, HasSubstr(end.says));
