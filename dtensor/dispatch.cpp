@@ -319,10 +319,9 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   }
   if (runs_on_whole(op, *stack, census)) {
     run_on_whole(op, *stack);
-  } else if ((census.state || op.schema().name().ends_with("_like")) && !census.deferred && in_scope()) {
-    note_operands(op, *stack);
-    run_on_shards(op, *stack);
   } else if (census.distributed || census.deferred) {
+    const bool may_be_state = census.state || op.schema().name().ends_with("_like");
+    if (may_be_state && !census.deferred && in_scope()) note_operands(op, *stack);
     run_on_shards(op, *stack);
   } else {
     op.callBoxed(stack);

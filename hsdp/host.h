@@ -12,4 +12,8 @@ inline constexpr c10::DeviceType kHost = c10::DeviceType::CPU;
 /// The default generator that constructors draw from: what torch::manual_seed sets, whatever device trains.
 at::Generator host_generator();
 
+/// Under the generator's lock, of any device.
+at::Tensor generator_state(at::Generator generator);
+void set_generator_state(at::Generator generator, const at::Tensor& state);
+
 }  // namespace hsdp

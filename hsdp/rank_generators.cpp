@@ -16,16 +16,6 @@
 namespace hsdp {
 namespace {
 
-at::Tensor state_of(at::Generator& generator) {
-  std::lock_guard lock(generator.mutex());
-  return generator.get_state();
-}
-
-void set_state(at::Generator& generator, const at::Tensor& state) {
-  std::lock_guard lock(generator.mutex());
-  generator.set_state(state);
-}
-
 void set_seed(at::Generator& generator, uint64_t seed) {
   std::lock_guard lock(generator.mutex());
   generator.set_current_seed(seed);
@@ -72,15 +62,15 @@ class CommonDraws {
  public:
   CommonDraws() : lock_(parted().mutex) {
     for (auto& one : parted().generators) {
-      own_.push_back(state_of(one.generator));
-      set_state(one.generator, one.common);
+      own_.push_back(generator_state(one.generator));
+      set_generator_state(one.generator, one.common);
     }
   }
   ~CommonDraws() {
     for (size_t i = 0; i < own_.size(); ++i) {
       auto& one = parted().generators[i];
-      one.common = state_of(one.generator);
-      set_state(one.generator, own_[i]);
+      one.common = generator_state(one.generator);
+      set_generator_state(one.generator, own_[i]);
     }
   }
   CommonDraws(const CommonDraws&) = delete;
@@ -103,9 +93,9 @@ void part_generators(int64_t rank, c10::Device device) {
   std::lock_guard lock(state.mutex);
   std::vector<Parted::One> generators;
   auto host = host_generator();
-  generators.push_back({host, state_of(host), 0});
+  generators.push_back({host, generator_state(host), 0});
   if (auto generator = generator_of(device)) {
-    Parted::One one{*generator, state_of(*generator),
+    Parted::One one{*generator, generator_state(*generator),
                     mixed(generator->current_seed(), static_cast<uint64_t>(rank) + 1)};
     // Parted before and not seeded since: what it stands at is this rank's own.
     for (auto& known : state.generators) {
@@ -121,7 +111,7 @@ void part_generators(int64_t rank, c10::Device device) {
     // The same numbers under another name: a state begins with the seed, which the numbers to come do not depend on.
     auto named = common.clone();
     std::memcpy(named.mutable_data_ptr(), &state.mark, sizeof(state.mark));
-    set_state(host, named);
+    set_generator_state(host, named);
   }
   state.generators = std::move(generators);
   dtensor::set_common_draws(&open_common_draws);

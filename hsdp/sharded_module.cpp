@@ -389,8 +389,7 @@ void ShardedModule::replay_missing() {
 
 void ShardedModule::check_generators() const {
   if (mesh_->size() > 1 && mesh_->has_groups()) {
-    const auto device =
-        at::TensorOptions(units_.front()->parameters().front().impl().local().device()).dtype(at::kLong);
+    const auto device = at::TensorOptions(units_.front()->device()).dtype(at::kLong);
     std::vector<int64_t> hashes;
     for (auto& tape : tapes_) hashes.push_back(hash_of(tape->generator_states()));
     const auto mine = at::tensor(hashes).to(device.device());
@@ -468,7 +467,7 @@ void ShardedModule::set_gradient_divide_factor(double factor) {
 
 void ShardedModule::part_generators() {
   if (mesh_->size() == 1 || !mesh_->has_groups()) return;
-  hsdp::part_generators(mesh_->rank(), units_.front()->parameters().front().impl().local().device());
+  hsdp::part_generators(mesh_->rank(), units_.front()->device());
 }
 
 std::vector<std::string> ShardedModule::tensors_without_values() const {

@@ -7,7 +7,6 @@
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
-#include <mutex>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -19,18 +18,6 @@
 
 namespace hsdp {
 namespace {
-
-at::Tensor generator_state() {
-  auto generator = host_generator();
-  std::lock_guard lock(generator.mutex());
-  return generator.get_state();
-}
-
-void set_generator_state(const at::Tensor& state) {
-  auto generator = host_generator();
-  std::lock_guard lock(generator.mutex());
-  generator.set_state(state);
-}
 
 class DefaultDtype {
  public:
@@ -73,7 +60,7 @@ class Player {
         run(*allocation);
       } else {
         const auto& reseed = std::get<Reseed>(item);
-        set_generator_state(reseed.state.defined() ? reseed.state : saved_.at(reseed.position));
+        set_generator_state(host_generator(), reseed.state.defined() ? reseed.state : saved_.at(reseed.position));
         save_generator(++position);
       }
       settle(index);
@@ -104,7 +91,7 @@ class Player {
   }
 
   void save_generator(uint64_t position) {
-    if (auto found = saved_.find(position); found != saved_.end()) found->second = generator_state();
+    if (auto found = saved_.find(position); found != saved_.end()) found->second = generator_state(host_generator());
   }
 
   // Groups that end together are handed over in the order of their values.
@@ -207,19 +194,19 @@ namespace {
 void play(const Tape& tape, std::span<const ValueId> wanted, const ReplaySink& sink) {
   if (const auto& before = tape.predecessor()) {
     if (!before->end_state().defined()) play(*before, {}, [](ValueId, const at::Tensor&) {});
-    set_generator_state(before->end_state());
+    set_generator_state(host_generator(), before->end_state());
   } else {
-    set_generator_state(tape.generator_state());
+    set_generator_state(host_generator(), tape.generator_state());
   }
   Player(tape, tape.slice(wanted, /*draws=*/true), wanted, sink).run();
-  tape.set_end_state(generator_state());
+  tape.set_end_state(generator_state(host_generator()));
 }
 
 }  // namespace
 
 bool replay(const Tape& tape, std::span<const ValueId> wanted, const ReplaySink& sink) {
-  const auto former = generator_state();
-  auto restore = c10::make_scope_exit([&] { set_generator_state(former); });
+  const auto former = generator_state(host_generator());
+  auto restore = c10::make_scope_exit([&] { set_generator_state(host_generator(), former); });
   play(tape, wanted, sink);
   // Where the program has seeded or drawn since, that stands.
   if (!tape.exit_marker().defined()) return former.equal(tape.generator_state());

@@ -44,6 +44,14 @@ struct Pair {
     torch::NoGradGuard no_grad;
     return plain->forward(in.x);
   }
+  void expect_gradients_of_plain() {
+    theirs->zero_grad();
+    torch::mse_loss(plain->forward(in.x), in.y).backward();
+    const auto gradients = plain->named_parameters();
+    for (auto& entry : net->named_parameters()) {
+      EXPECT_LE(largest_difference(hsdp::unsharded(entry.value().grad()), gradients[entry.key()].grad()), 1e-12);
+    }
+  }
   int64_t gathered() const {
     int64_t count = 0;
     for (auto& unit : model->core()->units()) count += unit->is_gathered() || unit->is_gathering();
@@ -170,12 +178,7 @@ TEST_P(Summoned, InsideAForwardScopeOfTheSameModule) {
     auto loss = torch::mse_loss(p.net->c(torch::tanh(p.net->b(h))) + p.net->bias, p.in.y);
     p.ours->zero_grad();
     loss.backward();
-    p.theirs->zero_grad();
-    torch::mse_loss(p.plain->forward(p.in.x), p.in.y).backward();
-    const auto expected = p.plain->named_parameters();
-    for (auto& entry : p.net->named_parameters()) {
-      EXPECT_LE(largest_difference(hsdp::unsharded(entry.value().grad()), expected[entry.key()].grad()), 1e-12);
-    }
+    p.expect_gradients_of_plain();
   });
 }
 
@@ -201,12 +204,7 @@ TEST_P(Summoned, BackwardIsRefusedAndWorksAfterwards) {
           "only, because other ranks need not do the same; call it after the scope");
     }
     loss.backward();
-    p.theirs->zero_grad();
-    torch::mse_loss(p.plain->forward(p.in.x), p.in.y).backward();
-    const auto expected = p.plain->named_parameters();
-    for (auto& entry : p.net->named_parameters()) {
-      EXPECT_LE(largest_difference(hsdp::unsharded(entry.value().grad()), expected[entry.key()].grad()), 1e-12);
-    }
+    p.expect_gradients_of_plain();
   });
 }
 
