@@ -153,11 +153,6 @@ Config parse_config(const std::string& text, const std::string& name, const std:
   if (!problems.empty()) {
     throw dtensor::ValueError("[config] " + std::string(c10::Join("\n[config] ", problems)));
   }
-  if (config.parallelism.replicate > 1) {
-    dtensor::raise<dtensor::NotSupportedError>(
-        "config", "parallelism.replicate is ", config.parallelism.replicate,
-        ", expected 1: replicated groups of shards are not supported; use parallelism.shard alone");
-  }
   if (config.model.n_kv_heads == 0) config.model.n_kv_heads = config.model.n_heads;
   return config;
 }
@@ -206,7 +201,8 @@ int64_t shard_ranks(const ParallelismConfig& parallelism, int64_t world_size) {
   if (replicate * shard != world_size) {
     dtensor::raise<dtensor::ValueError>("parallelism", "replicate ", replicate, " x shard ", shard, " = ",
                                         replicate * shard, " ranks, launched with ", world_size,
-                                        "; launch that many or set parallelism.shard to auto");
+                                        automatic ? "; launch a multiple of parallelism.replicate"
+                                                  : "; launch that many or set parallelism.shard to auto");
   }
   return shard;
 }

@@ -1,8 +1,11 @@
 #pragma once
 
+#include <c10/core/ScalarType.h>
+
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "apps/lr_schedule.h"
@@ -19,13 +22,17 @@ struct DataConfig {
 
 struct TrainingConfig {
   int64_t steps = 0;
-  /// Sequences in a step, over all ranks.
+  /// Sequences in a step, over all ranks and micro-batches.
   int64_t global_batch_size = 0;
+  /// Micro-batches that each rank cuts its part of the global batch into; gradients are reduced with the last one.
+  int64_t gradient_accumulation = 1;
   int64_t sequence_length = 0;
   /// Weights, order of the data and the text sample follow from it.
   int64_t seed = 0;
   /// Gradients are scaled down to this global norm; 0: they are not.
   double max_norm = 1.0;
+  /// Patterns of names of blocks that are computed again in backward (`none` and `full` in YAML: no block, all).
+  std::vector<std::string> activation_checkpoint = {};
   /// Length of the text that is sampled after training; 0: none. Needs data.format bytes and model.vocab_size 256.
   int64_t sample_bytes = 0;
   std::string sample_prompt = "def ";
@@ -34,22 +41,48 @@ struct TrainingConfig {
 };
 
 struct ParallelismConfig {
+  /// Copies of the parameters.
   int64_t replicate = 1;
-  /// Ranks that share one copy of the parameters; -1 (`auto` in YAML): all there are.
+  /// Ranks that share one copy; -1 (`auto` in YAML): as many as are left.
   int64_t shard = -1;
-  /// Empty (`default` in YAML): every unit but the root.
-  std::optional<bool> reshard_after_forward = std::nullopt;
+  /// See hsdp::ReshardAfterForward. Empty (`default` in YAML): every unit but the root.
+  std::optional<std::variant<bool, int64_t>> reshard_after_forward = std::nullopt;
 };
 
-enum class OptimizerName { adamw, sgd };
+/// See hsdp::MixedPrecisionPolicy. Empty: `default` in YAML.
+struct MixedPrecisionConfig {
+  std::optional<c10::ScalarType> param_dtype = std::nullopt;
+  std::optional<c10::ScalarType> reduce_dtype = std::nullopt;
+  /// Of the logits, and so of the loss.
+  std::optional<c10::ScalarType> output_dtype = c10::ScalarType::Float;
+};
+
+/// See hsdp::OffloadPolicy.
+struct OffloadConfig {
+  bool to_host = false;
+  bool pin_memory = true;
+};
+
+/// See hsdp::GradScaler.
+struct GradScalerConfig {
+  /// Empty (`auto` in YAML): where mixed_precision.param_dtype is float16.
+  std::optional<bool> enabled = std::nullopt;
+  /// To begin with.
+  double scale = 65536.0;
+  int64_t growth_interval = 2000;
+};
+
+enum class OptimizerName { adamw, fused_adamw, sgd, fused_sgd };
 
 struct OptimizerConfig {
   OptimizerName name = OptimizerName::adamw;
   double lr = 0.0;
   double weight_decay = 0.01;
-  /// adamw only.
+  /// Patterns of names of parameters without weight decay; each must fit some.
+  std::vector<std::string> no_decay = {};
+  /// adamw and fused_adamw only.
   double beta1 = 0.9, beta2 = 0.999, eps = 1e-8;
-  /// sgd only.
+  /// sgd and fused_sgd only.
   double momentum = 0.0;
 };
 
@@ -74,7 +107,10 @@ struct Config {
   DataConfig data;
   TrainingConfig training;
   ParallelismConfig parallelism;
+  MixedPrecisionConfig mixed_precision;
+  OffloadConfig offload;
   OptimizerConfig optimizer;
+  GradScalerConfig grad_scaler;
   LrScheduleConfig lr_schedule;
   MetricsConfig metrics;
   CommConfig comm;
@@ -84,8 +120,7 @@ struct Config {
 ///
 /// Strict: an unknown, repeated, missing, mistyped or out-of-range key is refused, and so are the spellings that YAML
 /// reads as something else (`012`, `0x10`, `yes`). Throws dtensor::ValueError with one line a problem,
-/// `[config] file:line:column: section.key: expected int, got 'x'`, with `--set` as the place of an override;
-/// dtensor::NotSupportedError for a parallelism.replicate above 1.
+/// `[config] file:line:column: section.key: expected int, got 'x'`, with `--set` as the place of an override.
 Config read_config(const std::string& path, const std::vector<std::string>& overrides = {});
 
 /// The same for a text; `name` stands for the file in places.

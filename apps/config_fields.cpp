@@ -1,7 +1,7 @@
 #include "apps/config_fields.h"
 
 #include <c10/util/StringUtil.h>
-#include <yaml-cpp/emitter.h>
+#include <yaml-cpp/yaml.h>
 
 #include <charconv>
 #include <limits>
@@ -84,6 +84,25 @@ std::string to_text(double value) {
   return std::string(buffer, std::to_chars(buffer, buffer + sizeof(buffer), value).ptr);
 }
 
+/// The items of a list, none of which is empty. Nothing else in a file begins with a bracket.
+std::optional<std::vector<std::string>> to_texts(const YamlEntry& entry) {
+  const bool spelled_out = entry.kind == YamlEntry::Kind::plain && entry.text.starts_with('[');
+  if (entry.kind != YamlEntry::Kind::list && !spelled_out) return std::nullopt;
+  std::vector<std::string> texts;
+  try {
+    // What follows a list on its line counts as another document.
+    const auto documents = YAML::LoadAll(entry.text);
+    if (documents.size() != 1 || !documents[0].IsSequence()) return std::nullopt;
+    for (const auto& item : documents[0]) {
+      if (!item.IsScalar() || item.Scalar().empty()) return std::nullopt;
+      texts.push_back(item.Scalar());
+    }
+  } catch (const YAML::Exception&) {
+    return std::nullopt;
+  }
+  return texts;
+}
+
 class Fields {
  public:
   std::vector<ConfigField> take() { return std::move(fields_); }
@@ -152,6 +171,70 @@ class Fields {
     });
   }
 
+  /// A list of texts, in an override as YAML on one line: `["a", "b"]`.
+  void texts(const char* key, std::vector<std::string>& values) {
+    const auto set = [&values](const YamlEntry& entry) -> std::optional<std::string> {
+      auto read = to_texts(entry);
+      if (!read) return "expected list of text" + got(entry);
+      values = std::move(*read);
+      return std::nullopt;
+    };
+    add(key, Presence::optional, set, [&values] {
+      YAML::Emitter emitter;
+      emitter << YAML::Flow << YAML::BeginSeq;
+      for (const auto& value : values) emitter << YAML::DoubleQuoted << value;
+      emitter << YAML::EndSeq;
+      return std::string(emitter.c_str());
+    });
+  }
+
+  /// `none` for no patterns, `full` for `all`, or a list.
+  void patterns(const char* key, std::vector<std::string>& values, const std::vector<std::string>& all) {
+    texts(key, values);
+    const auto list = fields_.back();
+    fields_.back().set = [&values, all, list](const YamlEntry& entry) -> std::optional<std::string> {
+      if (entry.kind == YamlEntry::Kind::plain && (entry.text == "none" || entry.text == "full")) {
+        values = entry.text == "full" ? all : std::vector<std::string>();
+        return std::nullopt;
+      }
+      return list.set(entry) ? std::optional("expected none, full or list of text" + got(entry)) : std::nullopt;
+    };
+    fields_.back().get = [&values, all, list] {
+      return values.empty() ? std::string("none") : values == all ? std::string("full") : list.get();
+    };
+  }
+
+  /// `default` for empty, `true`, `false`, or a positive int.
+  void reshard(const char* key, std::optional<std::variant<bool, int64_t>>& value) {
+    const auto set = [&value](const YamlEntry& entry) -> std::optional<std::string> {
+      const bool plain = entry.kind == YamlEntry::Kind::plain;
+      const auto number = to_number<int64_t>(entry);
+      if (plain && entry.text == "default") {
+        value.reset();
+      } else if (plain && (entry.text == "true" || entry.text == "false")) {
+        value = entry.text == "true";
+      } else if (number && *number >= 1) {
+        value = *number;
+      } else {
+        return "expected default, true, false or int of at least 1" + got(entry);
+      }
+      return std::nullopt;
+    };
+    add(key, Presence::optional, set, [&value]() -> std::string {
+      if (!value) return "default";
+      if (const auto* number = std::get_if<int64_t>(&*value)) return std::to_string(*number);
+      return std::get<bool>(*value) ? "true" : "false";
+    });
+  }
+
+  void dtype(const char* key, std::optional<c10::ScalarType>& value) {
+    choice<std::optional<c10::ScalarType>>(key, value,
+                                           {{"default", std::nullopt},
+                                            {"float32", c10::ScalarType::Float},
+                                            {"bfloat16", c10::ScalarType::BFloat16},
+                                            {"float16", c10::ScalarType::Half}});
+  }
+
   /// A positive int, or `auto` (or -1) for -1.
   void integer_or_auto(const char* key, int64_t& value) {
     const auto set = [&value](const YamlEntry& entry) -> std::optional<std::string> {
@@ -200,9 +283,11 @@ std::vector<ConfigField> config_fields(Config& config) {
   fields.section("training");
   fields.integer("steps", config.training.steps, 1, required);
   fields.integer("global_batch_size", config.training.global_batch_size, 1, required);
+  fields.integer("gradient_accumulation", config.training.gradient_accumulation, 1);
   fields.integer("sequence_length", config.training.sequence_length, 1, required);
   fields.integer("seed", config.training.seed, 0);
   fields.number("max_norm", config.training.max_norm, Range::non_negative);
+  fields.patterns("activation_checkpoint", config.training.activation_checkpoint, {"model.layers.*"});
   fields.integer("sample_bytes", config.training.sample_bytes, 0);
   fields.text("sample_prompt", config.training.sample_prompt);
   fields.number("sample_temperature", config.training.sample_temperature, Range::non_negative);
@@ -210,18 +295,36 @@ std::vector<ConfigField> config_fields(Config& config) {
   fields.section("parallelism");
   fields.integer("replicate", config.parallelism.replicate, 1);
   fields.integer_or_auto("shard", config.parallelism.shard);
-  fields.choice<std::optional<bool>>("reshard_after_forward", config.parallelism.reshard_after_forward,
-                                     {{"default", std::nullopt}, {"true", true}, {"false", false}});
+  fields.reshard("reshard_after_forward", config.parallelism.reshard_after_forward);
+
+  fields.section("mixed_precision");
+  fields.dtype("param_dtype", config.mixed_precision.param_dtype);
+  fields.dtype("reduce_dtype", config.mixed_precision.reduce_dtype);
+  fields.dtype("output_dtype", config.mixed_precision.output_dtype);
+
+  fields.section("offload");
+  fields.boolean("to_host", config.offload.to_host);
+  fields.boolean("pin_memory", config.offload.pin_memory);
 
   fields.section("optimizer");
   fields.choice<OptimizerName>("name", config.optimizer.name,
-                               {{"adamw", OptimizerName::adamw}, {"sgd", OptimizerName::sgd}});
+                               {{"adamw", OptimizerName::adamw},
+                                {"fused_adamw", OptimizerName::fused_adamw},
+                                {"sgd", OptimizerName::sgd},
+                                {"fused_sgd", OptimizerName::fused_sgd}});
   fields.number("lr", config.optimizer.lr, Range::positive, required);
   fields.number("weight_decay", config.optimizer.weight_decay, Range::non_negative);
+  fields.texts("no_decay", config.optimizer.no_decay);
   fields.number("beta1", config.optimizer.beta1, Range::zero_to_below_one);
   fields.number("beta2", config.optimizer.beta2, Range::zero_to_below_one);
   fields.number("eps", config.optimizer.eps, Range::positive);
   fields.number("momentum", config.optimizer.momentum, Range::non_negative);
+
+  fields.section("grad_scaler");
+  fields.choice<std::optional<bool>>("enabled", config.grad_scaler.enabled,
+                                     {{"auto", std::nullopt}, {"true", true}, {"false", false}});
+  fields.number("scale", config.grad_scaler.scale, Range::positive);
+  fields.integer("growth_interval", config.grad_scaler.growth_interval, 1);
 
   fields.section("lr_schedule");
   fields.integer("warmup_steps", config.lr_schedule.warmup_steps, 0);

@@ -39,9 +39,11 @@ int64_t permuted(int64_t index, int64_t size, uint64_t key) {
 
 DataLoader::DataLoader(TokenFile file, const DataLoaderOptions& options)
     : file_(std::move(file)), options_(options), windows_((file_.size() - 1) / options.sequence_length) {
-  if (options_.global_batch_size % options_.ranks != 0) {
-    dtensor::raise<dtensor::ValueError>("data", "global_batch_size ", options_.global_batch_size, " over ",
-                                        options_.ranks, " ranks, expected a multiple of the ranks");
+  if (options_.global_batch_size % (options_.ranks * options_.micro_batches) != 0) {
+    dtensor::raise<dtensor::ValueError>(
+        "data", "global_batch_size ", options_.global_batch_size, " over ", options_.ranks,
+        " ranks, expected a multiple of the ranks",
+        options_.micro_batches == 1 ? "" : c10::str(" times training.gradient_accumulation ", options_.micro_batches));
   }
   if (windows_ < options_.global_batch_size) {
     dtensor::raise<dtensor::ValueError>(

@@ -20,6 +20,8 @@ struct DataLoaderOptions {
   /// This process among those that share the global batch.
   int64_t rank = 0;
   int64_t ranks = 1;
+  /// Parts of equal size that each rank cuts its rows into.
+  int64_t micro_batches = 1;
 };
 
 /// Cuts a token file into windows of sequence_length (+ 1 for the last target) and deals them out.
@@ -31,8 +33,8 @@ struct DataLoaderOptions {
 /// thread.
 class DataLoader {
  public:
-  /// Throws dtensor::ValueError when global_batch_size is not a multiple of `ranks`, or when the file has fewer windows
-  /// than one global batch.
+  /// Throws dtensor::ValueError when global_batch_size is not a multiple of ranks x micro_batches, or when the file has
+  /// fewer windows than one global batch.
   DataLoader(TokenFile file, const DataLoaderOptions& options);
 
   /// This rank's rows of the global batch of `step` (from 0). Throws dtensor::ValueError when the global batch holds a

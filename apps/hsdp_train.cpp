@@ -85,16 +85,19 @@ void run(const hsdp::Environment& environment, const std::optional<apps::Config>
                                          .vocab_size = config->model.vocab_size,
                                          .seed = config->training.seed,
                                          .rank = environment.rank(),
-                                         .ranks = environment.world_size()});
+                                         .ranks = environment.world_size(),
+                                         .micro_batches = config->training.gradient_accumulation});
   });
   apps::check_same(environment, {{"the number of tokens in data.path", std::to_string(data->file().size())}});
 
   // Last, since it replaces the metrics of a former run.
-  std::unique_ptr<apps::RunFolder> folder;
-  apps::agree(environment, [&] {
-    if (environment.rank() == 0) folder = std::make_unique<apps::RunFolder>(*config);
+  apps::train(*config, environment, *data, [&] {
+    std::unique_ptr<apps::RunFolder> folder;
+    apps::agree(environment, [&] {
+      if (environment.rank() == 0) folder = std::make_unique<apps::RunFolder>(*config);
+    });
+    return folder;
   });
-  apps::train(*config, environment, *data, folder.get());
 }
 
 apps::ExitCode train_and_report(const Arguments& arguments) {

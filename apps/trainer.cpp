@@ -9,10 +9,11 @@
 #include <limits>
 #include <memory>
 #include <string>
+#include <variant>
 
 #include "apps/failure.h"
-#include "hsdp/launch/device.h"
 #include "hsdp/hsdp.h"
+#include "hsdp/launch/device.h"
 #include "models/transformer.h"
 
 namespace apps {
@@ -22,17 +23,64 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-std::unique_ptr<torch::optim::Optimizer> make_optimizer(const OptimizerConfig& config,
-                                                        const std::vector<torch::Tensor>& parameters) {
+hsdp::FullyShardOptions sharding(const Config& config, const hsdp::Environment& environment) {
+  hsdp::FullyShardOptions options;
+  const auto& [replicate, shard, reshard] = config.parallelism;
+  options.mesh = environment.mesh();
+  if (replicate > 1) {
+    options.mesh = environment.make_mesh({replicate, shard_ranks(config.parallelism, environment.world_size())},
+                                         {"replicate", "shard"});
+  }
+  options.units = hsdp::each<models::TransformerBlock>();
+  if (reshard) {
+    std::visit([&](auto value) { options.reshard_after_forward = hsdp::ReshardAfterForward(value); }, *reshard);
+  }
+  options.mixed_precision.param_dtype = config.mixed_precision.param_dtype;
+  options.mixed_precision.reduce_dtype = config.mixed_precision.reduce_dtype;
+  options.mixed_precision.output_dtype = config.mixed_precision.output_dtype;
+  options.offload = {.to_host = config.offload.to_host, .pin_memory = config.offload.pin_memory};
+  for (const auto& pattern : config.training.activation_checkpoint) {
+    options.activation_checkpoint = options.activation_checkpoint | hsdp::each(pattern);
+  }
+  return options;
+}
+
+hsdp::GradScaler make_grad_scaler(const Config& config) {
+  hsdp::GradScalerState state;
+  state.scale = config.grad_scaler.scale;
+  state.growth_interval = config.grad_scaler.growth_interval;
+  return hsdp::GradScaler(state,
+                          config.grad_scaler.enabled.value_or(config.mixed_precision.param_dtype == torch::kHalf));
+}
+
+/// An optimizer of class T over a group for each pattern without weight decay and one for the rest.
+template <class T, class Model, class Options>
+std::unique_ptr<torch::optim::Optimizer> optimizer_over(const Model& model, const std::vector<std::string>& no_decay,
+                                                        const Options& options) {
+  auto without_decay = options;
+  without_decay.weight_decay(0.0);
+  std::vector<hsdp::GroupRule> rules;
+  for (const auto& pattern : no_decay) rules.emplace_back(pattern, without_decay);
+  rules.emplace_back("**", options);
+  return std::make_unique<T>(hsdp::parameter_groups(model, rules), options);
+}
+
+template <class Model>
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const OptimizerConfig& config, const Model& model) {
+  const auto adamw = torch::optim::AdamWOptions(config.lr)
+                         .betas({config.beta1, config.beta2})
+                         .eps(config.eps)
+                         .weight_decay(config.weight_decay);
+  const auto sgd = torch::optim::SGDOptions(config.lr).momentum(config.momentum).weight_decay(config.weight_decay);
   switch (config.name) {
     case OptimizerName::adamw:
-      return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(config.lr)
-                                                                   .betas({config.beta1, config.beta2})
-                                                                   .eps(config.eps)
-                                                                   .weight_decay(config.weight_decay));
+      return optimizer_over<torch::optim::AdamW>(model, config.no_decay, adamw);
+    case OptimizerName::fused_adamw:
+      return optimizer_over<hsdp::FusedAdamW>(model, config.no_decay, adamw);
     case OptimizerName::sgd:
-      return std::make_unique<torch::optim::SGD>(
-          parameters, torch::optim::SGDOptions(config.lr).momentum(config.momentum).weight_decay(config.weight_decay));
+      return optimizer_over<torch::optim::SGD>(model, config.no_decay, sgd);
+    case OptimizerName::fused_sgd:
+      return optimizer_over<hsdp::FusedSGD>(model, config.no_decay, sgd);
   }
   TORCH_INTERNAL_ASSERT(false, "optimizer ", int(config.name));
 }
@@ -50,6 +98,24 @@ double all_reduced(const hsdp::Environment& environment, torch::Tensor value, dt
 
 torch::Tensor as_scalar(const hsdp::Environment& environment, double value) {
   return torch::full({1}, value, torch::dtype(torch::kFloat64).device(environment.device()));
+}
+
+/// Forwards and backwards of this rank's part of the global batch. Returns the mean loss over it.
+template <class Model>
+torch::Tensor accumulate_gradients(Model& model, hsdp::GradScaler& scaler, const Batch& batch, int64_t micro_batches,
+                                   torch::Device device) {
+  auto total = torch::zeros({1}, torch::dtype(torch::kFloat64).device(device));
+  const auto inputs = batch.inputs.chunk(micro_batches), targets = batch.targets.chunk(micro_batches);
+  for (int64_t i = 0; i < micro_batches; ++i) {
+    model.set_requires_gradient_sync(i + 1 == micro_batches);
+    const torch::Tensor logits = model(inputs[size_t(i)].to(device));
+    const torch::Tensor loss =
+        torch::nn::functional::cross_entropy(logits.flatten(0, 1), targets[size_t(i)].to(device).flatten()) /
+        micro_batches;
+    scaler.scale(loss).backward();
+    total += loss.detach();
+  }
+  return total;
 }
 
 /// Bytes as text: what a terminal cannot show becomes '?'.
@@ -78,25 +144,25 @@ std::string sample(const TrainingConfig& config, Model& model, torch::Device dev
 
 }  // namespace
 
-void train(const Config& config, const hsdp::Environment& environment, const DataLoader& data, RunFolder* folder) {
+void train(const Config& config, const hsdp::Environment& environment, const DataLoader& data,
+           const std::function<std::unique_ptr<RunFolder>()>& open_folder) {
   const auto& training = config.training;
   const torch::Device device = environment.device();
-  const bool tells = environment.rank() == 0;
-
   torch::manual_seed(uint64_t(training.seed));
   auto net = hsdp::meta_init([&] { return models::Transformer(config.model); });
-  auto model = hsdp::fully_shard(net, {.mesh = environment.mesh(),
-                                       .units = hsdp::each<models::TransformerBlock>(),
-                                       .reshard_after_forward = config.parallelism.reshard_after_forward});
-  model.materialize(device);
+  auto model = hsdp::fully_shard(net, sharding(config, environment));
   const auto parameters = model->parameters();
-  const auto optimizer = make_optimizer(config.optimizer, parameters);
+  const auto optimizer = make_optimizer(config.optimizer, model);
+  auto scaler = make_grad_scaler(config);
+  const auto folder = open_folder();
+  model.materialize(device);
 
-  if (tells) {
+  if (folder) {
     int64_t count = 0;
     for (const auto& parameter : parameters) count += parameter.numel();
-    std::cout << "model: " << count << " parameters\ndata: " << data.file().path() << ", " << data.file().size()
-              << " tokens, " << data.steps_per_epoch() << " steps an epoch\nrun folder: " << config.metrics.folder
+    std::cout << "model: " << count << " parameters on " << model.core()->mesh()->to_string()
+              << "\ndata: " << data.file().path() << ", " << data.file().size() << " tokens, " << data.steps_per_epoch()
+              << " steps an epoch\nrun folder: " << config.metrics.folder
               << (folder->replaced() ? ", replacing the metrics of a former run" : "") << std::endl;
   }
 
@@ -111,20 +177,21 @@ void train(const Config& config, const hsdp::Environment& environment, const Dat
     metrics.lr = config.optimizer.lr * lr_factor(config.lr_schedule, index, training.steps);
     set_lr(*optimizer, metrics.lr);
 
-    const Batch batch = data.batch(index);
     optimizer->zero_grad();
-    const torch::Tensor logits = model->forward(batch.inputs.to(device));
-    const torch::Tensor loss =
-        torch::nn::functional::cross_entropy(logits.flatten(0, 1), batch.targets.to(device).flatten());
-    loss.backward();
+    const auto total = accumulate_gradients(model, scaler, data.batch(index), training.gradient_accumulation, device);
+    scaler.unscale_(*optimizer);
     metrics.grad_norm = hsdp::clip_grad_norm_(parameters, max_norm);
     // Every rank has as many tokens, so the mean over ranks is the mean over the global batch.
-    const torch::Tensor total = loss.detach().to(torch::kFloat64).reshape({1});
     metrics.loss = all_reduced(environment, total, dtensor::ReduceOp::sum, "loss") / double(environment.world_size());
 
-    const bool finite = std::isfinite(metrics.loss) && std::isfinite(metrics.grad_norm);
+    // Gradients that their scale made infinite are the scaler's affair: it skips the step and lowers the scale.
+    const bool scaled_too_far = scaler.enabled() && scaler.get_scale() > 1.0;
+    const bool finite = std::isfinite(metrics.loss) && (std::isfinite(metrics.grad_norm) || scaled_too_far);
     const bool first_or_last = index == 0 || metrics.step == training.steps;
-    if (finite) optimizer->step();
+    if (finite) {
+      scaler.step(*optimizer);
+      scaler.update();
+    }
     if (!finite || first_or_last || metrics.step % config.metrics.log_every == 0) {
       const auto peak = as_scalar(environment, double(hsdp::peak_memory_bytes(device)));
       metrics.peak_memory_bytes = int64_t(all_reduced(environment, peak, dtensor::ReduceOp::max, "peak_memory_bytes"));
@@ -134,7 +201,7 @@ void train(const Config& config, const hsdp::Environment& environment, const Dat
           double((metrics.step - logged_step) * tokens_per_step) / (metrics.seconds - logged_seconds);
       logged_seconds = metrics.seconds;
       logged_step = metrics.step;
-      if (tells) {
+      if (folder) {
         folder->append(metrics);
         std::cout << to_console(metrics, training.steps) << std::endl;
       }
@@ -149,7 +216,7 @@ void train(const Config& config, const hsdp::Environment& environment, const Dat
 
   if (training.sample_bytes > 0) {
     const std::string text = sample(training, model, device);
-    if (tells) std::cout << "sample:\n" << text << std::endl;
+    if (folder) std::cout << "sample:\n" << text << std::endl;
   }
 }
 

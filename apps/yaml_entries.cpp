@@ -27,6 +27,23 @@ YamlEntry::Kind kind_of(const YAML::Node& node) {
   return YamlEntry::Kind::nothing;
 }
 
+std::string on_one_line(const YAML::Node& list) {
+  YAML::Emitter emitter;
+  emitter.SetSeqFormat(YAML::Flow);
+  emitter.SetMapFormat(YAML::Flow);
+  // An item in quotes stays text, whatever it looks like.
+  emitter << YAML::BeginSeq;
+  for (const auto& item : list) {
+    if (item.IsScalar() && item.Tag() != "?") {
+      emitter << YAML::DoubleQuoted << item.Scalar();
+    } else {
+      emitter << item;
+    }
+  }
+  emitter << YAML::EndSeq;
+  return emitter.c_str();
+}
+
 class Reader {
  public:
   Reader(std::string name, YamlEntries& result) : name_(std::move(name)), result_(result) {}
@@ -62,6 +79,7 @@ class Reader {
       YamlEntry entry;
       entry.kind = kind_of(pair.second);
       if (pair.second.IsScalar()) entry.text = pair.second.Scalar();
+      if (pair.second.IsSequence()) entry.text = on_one_line(pair.second);
       entry.key_place = place_of(name_, pair.first.Mark());
       // The place of an empty value is that of the next token, lines away.
       entry.value_place = pair.second.IsNull() ? entry.key_place : place_of(name_, pair.second.Mark());

@@ -12,7 +12,7 @@ struct YamlEntry {
   enum class Kind { plain, quoted, list, map, nothing };
 
   Kind kind = Kind::nothing;
-  /// The scalar's text; empty for the other kinds.
+  /// The scalar's text, or the list as YAML on one line; empty for the other kinds.
   std::string text;
   std::string key_place, value_place;
 };

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "dtensor/call_board.h"
 #include "dtensor/call_site.h"
 #include "dtensor/collective.h"
 #include "dtensor/collective_call.h"
@@ -177,8 +178,9 @@ class GroupMemberWork final : public Work {
 
 class C10dCommunicator final : public Communicator {
  public:
-  C10dCommunicator(c10::intrusive_ptr<c10d::Backend> backend, std::string label, milliseconds timeout)
-      : backend_(std::move(backend)) {
+  C10dCommunicator(c10::intrusive_ptr<c10d::Backend> backend, std::string label, milliseconds timeout,
+                   std::shared_ptr<CallBoard> board)
+      : backend_(std::move(backend)), board_(std::move(board)) {
     auto group = std::make_shared<Group>();
     group->backend = backend_->getBackendName();
     group->label = std::move(label);
@@ -188,6 +190,7 @@ class C10dCommunicator final : public Communicator {
     group->on_device = backend_->getBoundDeviceId().has_value();
     group_ = std::move(group);
     is_gloo_ = group_->backend == "gloo";
+    announces_ = is_gloo_ || board_ != nullptr;
   }
 
   int64_t rank() const override { return group_->rank; }
@@ -200,7 +203,7 @@ class C10dCommunicator final : public Communicator {
   std::shared_ptr<Work> all_gather(const at::Tensor& output, const at::Tensor& input, OperationName name) override {
     check_gather_arguments(name.operation, output, input, size());
     const auto start = [&](Pending& pending) {
-      at::Tensor full = untracked_alias(output), shard = untracked_alias(input);
+      at::Tensor full = movable(untracked_alias(output)), shard = movable(untracked_alias(input));
       pending.tensors = {full, shard};
       if (is_gloo_) {
         gather_by_broadcasts(full, shard, pending);
@@ -245,7 +248,7 @@ class C10dCommunicator final : public Communicator {
       raise<ValueError>(name.operation, "root ", root, " is outside the group, expected 0 to ", size() - 1);
     }
     const auto start = [&](Pending& pending) {
-      pending.tensors = {untracked_alias(tensor)};
+      pending.tensors = {movable(untracked_alias(tensor))};
       pending.works.push_back(start_broadcast(pending.tensors.front(), root));
     };
     return run(Collective::broadcast, name, tensor, root, start);
@@ -289,10 +292,9 @@ class C10dCommunicator final : public Communicator {
     if (pending_group_) raise<StateError>(name.operation, "a group is open; call end_group() first");
     const CollectiveCall call{.kind = Collective::barrier, .subject = std::string(name.subject)};
     const Operation operation = describe_operation(name, is_gloo_ ? CollectiveCall::kEncodedBytes : 0);
-    if (is_gloo_) {
-      // Whoever has heard of every rank has met them all.
-      meet(operation, call);
-    } else {
+    if (announces_) meet(operation, call);
+    // Over Gloo, whoever has heard of every rank has met them all.
+    if (!is_gloo_) {
       Pending pending;
       start_or_raise(operation, [&] {
         c10d::BarrierOptions options;
@@ -334,6 +336,12 @@ class C10dCommunicator final : public Communicator {
 
   static Operation describe_operation(const OperationName& name, int64_t bytes) {
     return {name.operation, std::string(name.subject), bytes, 1};
+  }
+
+  /// Backends know few of the floating dtypes of 8 bits; where nothing is added they are bytes.
+  static at::Tensor movable(const at::Tensor& tensor) {
+    const bool is_byte = at::isFloatingType(tensor.scalar_type()) && tensor.element_size() == 1;
+    return is_byte ? tensor.view(at::kByte) : tensor;
   }
 
   /// Gloo's allgather copies everything once more through a buffer of its own. Broadcasting every rank's slice in place
@@ -381,9 +389,25 @@ class C10dCommunicator final : public Communicator {
 
   /// Returns when all ranks are about to make this call. Gloo pairs whatever comes: unlike calls of equal size would
   /// mix values up, and one that is sent more than it asked for ends the process from Gloo's own thread. A few bytes
-  /// first cost a fraction of what a collective of a unit does, and say at once what the other rank does instead.
+  /// first cost a fraction of what a collective of a unit does, and say at once what the other rank does instead. A
+  /// board does the same beside any backend.
   void meet(const Operation& operation, const CollectiveCall& call) {
     if (size() == 1) return;
+    const auto table = board_ ? read_board(operation, call) : exchange(operation, call);
+    if (const auto other = CollectiveCall::find_mismatch(table, rank())) raise_mismatch(*group_, operation, *other);
+  }
+
+  at::Tensor read_board(const Operation& operation, const CollectiveCall& call) {
+    const auto start = steady_clock::now();
+    try {
+      CollectiveGuard guard;
+      return board_->exchange(call);
+    } catch (const std::exception& error) {
+      raise_failure(*group_, operation, start, error.what());
+    }
+  }
+
+  at::Tensor exchange(const Operation& operation, const CollectiveCall& call) {
     at::Tensor own, table;
     Pending pending;
     start_or_raise(operation, [&] {
@@ -393,7 +417,7 @@ class C10dCommunicator final : public Communicator {
       pending.works.push_back(backend_->_allgather_base(table, own));
     });
     make_work(operation, std::move(pending))->wait();
-    if (const auto other = CollectiveCall::find_mismatch(table, rank())) raise_mismatch(*group_, operation, *other);
+    return table;
   }
 
   template <class Start>
@@ -403,7 +427,7 @@ class C10dCommunicator final : public Communicator {
     if (larger.numel() == 0) return completed_work();
     Operation operation = describe_operation(name, static_cast<int64_t>(larger.nbytes()));
     Pending pending;
-    if (is_gloo_) {
+    if (announces_) {
       try {
         meet(operation, {kind, larger.scalar_type(), detail, operation.bytes, operation.subject});
       } catch (const CommunicationError& error) {
@@ -455,17 +479,19 @@ class C10dCommunicator final : public Communicator {
   }
 
   c10::intrusive_ptr<c10d::Backend> backend_;
+  std::shared_ptr<CallBoard> board_;
   std::shared_ptr<const Group> group_;
   bool is_gloo_ = false;
+  bool announces_ = false;  // ranks tell each other what they are about to do
   std::optional<PendingGroup> pending_group_;
 };
 
 }  // namespace
 
 std::shared_ptr<Communicator> make_c10d_communicator(c10::intrusive_ptr<c10d::Backend> backend, std::string label,
-                                                     milliseconds timeout) {
+                                                     milliseconds timeout, std::shared_ptr<CallBoard> board) {
   TORCH_INTERNAL_ASSERT(backend, "a communicator needs a backend");
-  return std::make_shared<C10dCommunicator>(std::move(backend), std::move(label), timeout);
+  return std::make_shared<C10dCommunicator>(std::move(backend), std::move(label), timeout, std::move(board));
 }
 
 }  // namespace dtensor

@@ -48,16 +48,23 @@ std::string describe(const Encoded& call) {
   return text + c10::str(" of ", call.bytes, " bytes of ", static_cast<at::ScalarType>(call.dtype));
 }
 
+Encoded encoded_of(const CollectiveCall& call) {
+  Encoded encoded{};
+  encoded.kind = static_cast<int64_t>(call.kind);
+  encoded.dtype = static_cast<int64_t>(call.dtype);
+  encoded.detail = call.detail;
+  encoded.bytes = call.bytes;
+  encoded.subject_hash = hash_bytes(call.subject.data(), call.subject.size());
+  std::memcpy(encoded.subject, call.subject.data(), std::min(call.subject.size(), sizeof(encoded.subject)));
+  return encoded;
+}
+
 }  // namespace
 
+std::string CollectiveCall::to_string() const { return describe(encoded_of(*this)); }
+
 at::Tensor CollectiveCall::encode() const {
-  Encoded encoded{};
-  encoded.kind = static_cast<int64_t>(kind);
-  encoded.dtype = static_cast<int64_t>(dtype);
-  encoded.detail = detail;
-  encoded.bytes = bytes;
-  encoded.subject_hash = hash_bytes(subject.data(), subject.size());
-  std::memcpy(encoded.subject, subject.data(), std::min(subject.size(), sizeof(encoded.subject)));
+  const auto encoded = encoded_of(*this);
   auto tensor = at::zeros({kEncodedBytes}, at::kByte);
   std::memcpy(tensor.mutable_data_ptr(), &encoded, sizeof(encoded));
   return tensor;

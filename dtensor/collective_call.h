@@ -24,6 +24,8 @@ struct CollectiveCall {
   static constexpr int64_t kEncodedBytes = 96;
   /// 1-D, uint8, kEncodedBytes long. Long subjects are cut, but count as a whole in comparisons.
   at::Tensor encode() const;
+  /// `all_reduce "tokens" of 8 bytes of Long`
+  std::string to_string() const;
   /// `table` holds the encoded calls of all ranks, one a row. Nothing when all are the same, else what another rank
   /// does: "rank 1 calls barrier \"shutdown\"". All ranks come to the same verdict.
   static std::optional<std::string> find_mismatch(const at::Tensor& table, int64_t rank);

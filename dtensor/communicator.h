@@ -13,10 +13,11 @@
 
 namespace c10d {
 class Backend;
-class Store;
 }  // namespace c10d
 
 namespace dtensor {
+
+class CallBoard;
 
 /// One collective in flight. Owns the tensors it reads and writes until it is waited for or destroyed.
 class Work {
@@ -80,8 +81,10 @@ void reset_collective_counts();
 std::shared_ptr<Communicator> make_self_communicator();
 
 /// A communicator over a c10d backend of any kind that the caller made. `label` names it in
-/// messages; `timeout` is that of the backend and is only quoted.
+/// messages; `timeout` is that of the backend and is only quoted. With a `board` (call_board.h) the ranks compare each
+/// collective there before they start it.
 std::shared_ptr<Communicator> make_c10d_communicator(c10::intrusive_ptr<c10d::Backend> backend, std::string label,
-                                                     std::chrono::milliseconds timeout);
+                                                     std::chrono::milliseconds timeout,
+                                                     std::shared_ptr<CallBoard> board = nullptr);
 
 }  // namespace dtensor

@@ -105,10 +105,24 @@ at::Tensor whole_of_unmanaged(const c10::OperatorHandle& op, const DTensorImpl& 
   return DTensor(tensor).full_tensor();
 }
 
+// Beside a parameter that is whole in another dtype than the one it is kept in, other inputs take that dtype. Not what
+// is written: running statistics are, though their schema does not say so.
+void cast_inputs(const c10::OperatorHandle& op, torch::jit::Stack& stack, c10::ScalarType dtype) {
+  replace_tensors(op, stack, [&](const at::Tensor& tensor, const c10::Argument& argument) -> at::Tensor {
+    if (!tensor.defined() || !at::isFloatingType(tensor.scalar_type()) || tensor.scalar_type() == dtype ||
+        (argument.alias_info() != nullptr && argument.alias_info()->isWrite()) ||
+        argument.name().starts_with("running_")) {
+      return tensor;
+    }
+    return tensor.to(dtype);
+  });
+}
+
 // Rule 1 and 6: the operator sees whole parameters.
 void run_on_whole(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   PinnedOwners pinned;
   c10::SmallVector<WholeArgument, 4> wholes;
+  std::optional<c10::ScalarType> input_dtype;
   const bool is_collective = op.schema().name().starts_with("c10d::");
   replace_tensors(op, stack, [&](const at::Tensor& tensor, const c10::Argument& argument) -> at::Tensor {
     if (!tensor.defined() || !tensor.key_set().has(kDTensorKey)) return tensor;
@@ -119,7 +133,10 @@ void run_on_whole(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     if (auto* impl = dtensor_impl(tensor)) {
       auto owner = impl->owner();
       if (!owner) return whole_of_unmanaged(op, *impl, tensor, written);
-      if (written) check_write(op, *impl);
+      if (written) {
+        check_write(op, *impl);
+        owner->check_whole_write(impl->owner_index());
+      }
       if (written && op.hasTag(at::Tag::inplace_view)) {
         raise<NotSupportedError>(op.schema().name().c_str(), impl->describe(),
                                  " would change its shape in place, expected the one it was sharded with; use the "
@@ -134,6 +151,7 @@ void run_on_whole(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
       // An alias made by data() or detach() has cut the gradient.
       auto whole = owner->unsharded(impl->owner_index(), at::GradMode::is_enabled() && tensor.requires_grad());
       wholes.push_back({tensor, whole, owner, impl->owner_index(), written});
+      if (!input_dtype) input_dtype = owner->input_dtype(impl->owner_index());
       return whole;
     }
     if (auto found = unsharded_storage_owner(tensor); found.owner) {
@@ -142,13 +160,18 @@ void run_on_whole(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
                                  "a view of a sharded parameter, whose change would be lost, expected a plain tensor; "
                                  "give it a clone()");
       }
-      if (written) found.owner->check_write(found.index);
+      if (written) {
+        found.owner->check_write(found.index);
+        found.owner->check_whole_write(found.index);
+      }
       pinned.add(found.owner);
       found.owner->gather();
       wholes.push_back({tensor, tensor, found.owner, found.index, written});
+      if (!input_dtype) input_dtype = found.owner->input_dtype(found.index);
     }
     return tensor;
   });
+  if (input_dtype) cast_inputs(op, stack, *input_dtype);
   {
     // A whole parameter that is filled with random numbers must be the same on all ranks.
     const bool fills = std::any_of(wholes.begin(), wholes.end(), [](const auto& argument) { return argument.written; });
@@ -311,31 +334,35 @@ void note_operands(const c10::OperatorHandle& op, const torch::jit::Stack& stack
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard below(kDTensorKey);
   if (interceptor != nullptr && interceptor->intercept(op, *stack)) return;
-  auto census = take_census(op, *stack);
-  // A plain tensor is this rank's own, of which a shard would take a part; optimizers have none.
-  if (!census.whole && census.aliased && (census.plain || !has_shard_rule(op, *stack)) && in_scope()) {
-    make_state_whole(op, *stack);
-    census = take_census(op, *stack);
-  }
-  if (runs_on_whole(op, *stack, census)) {
-    run_on_whole(op, *stack);
-  } else if (census.distributed || census.deferred) {
-    const bool may_be_state = census.state || op.schema().name().ends_with("_like");
-    if (may_be_state && !census.deferred && in_scope()) note_operands(op, *stack);
-    run_on_shards(op, *stack);
-  } else {
-    op.callBoxed(stack);
-  }
+  run_by_rules(op, *stack);
 }
 
 }  // namespace
 
+void run_by_rules(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  auto census = take_census(op, stack);
+  // A plain tensor is this rank's own, of which a shard would take a part; optimizers have none.
+  if (!census.whole && census.aliased && (census.plain || !has_shard_rule(op, stack)) && in_scope()) {
+    make_state_whole(op, stack);
+    census = take_census(op, stack);
+  }
+  if (runs_on_whole(op, stack, census)) {
+    run_on_whole(op, stack);
+  } else if (census.distributed || census.deferred) {
+    const bool may_be_state = census.state || op.schema().name().ends_with("_like");
+    if (may_be_state && !census.deferred && in_scope()) note_operands(op, stack);
+    run_on_shards(op, stack);
+  } else {
+    op.callBoxed(&stack);
+  }
+}
+
 OperatorInterceptor::~OperatorInterceptor() = default;
 
-InterceptScope::InterceptScope(OperatorInterceptor& scope)
+InterceptScope::InterceptScope(OperatorInterceptor& scope, bool every_operator)
     : former_(interceptor), former_included_(c10::impl::tls_is_dispatch_key_included(kDTensorKey)) {
   interceptor = &scope;
-  c10::impl::tls_set_dispatch_key_included(kDTensorKey, true);
+  if (every_operator) c10::impl::tls_set_dispatch_key_included(kDTensorKey, true);
 }
 
 InterceptScope::~InterceptScope() {
@@ -347,6 +374,7 @@ ShardedRulesGuard::ShardedRulesGuard(bool sharded) : sharded_(sharded), former_(
   sharded_rules = sharded;
   if (!sharded) ++open_scopes;
 }
+bool ShardedRulesGuard::is_active() { return sharded_rules; }
 ShardedRulesGuard::~ShardedRulesGuard() {
   sharded_rules = former_;
   if (!sharded_) --open_scopes;

@@ -32,10 +32,11 @@ class OperatorInterceptor {
 };
 
 /// Installs an interceptor for this thread and, while it lives, sends every operator of the thread to it, factories
-/// included. Scopes nest; the destructor restores the former one.
+/// included; without `every_operator` only those that meet a distributed tensor or a view of a gathered parameter.
+/// Scopes nest; the destructor restores the former one.
 class InterceptScope {
  public:
-  explicit InterceptScope(OperatorInterceptor& interceptor);
+  explicit InterceptScope(OperatorInterceptor& interceptor, bool every_operator = true);
   ~InterceptScope();
   InterceptScope(const InterceptScope&) = delete;
   InterceptScope& operator=(const InterceptScope&) = delete;
@@ -45,12 +46,17 @@ class InterceptScope {
   bool former_included_;
 };
 
+/// Runs an operator by the rules, for an interceptor that only looks on.
+void run_by_rules(const c10::OperatorHandle& op, torch::jit::Stack& stack);
+
 /// While it lives, this thread's operators treat managed parameters by rules 2 to 5 (on their shards) even where they
 /// could be read whole: for optimizers and clipping that run inside a forward scope or in a backward pass. With `false`
 /// the other way round again: for a forward in there.
 class ShardedRulesGuard {
  public:
   explicit ShardedRulesGuard(bool sharded = true);
+  /// Whether this thread's operators work on shards.
+  static bool is_active();
   ~ShardedRulesGuard();
   ShardedRulesGuard(const ShardedRulesGuard&) = delete;
   ShardedRulesGuard& operator=(const ShardedRulesGuard&) = delete;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "dtensor/error.h"
+#include "dtensor/mesh_collectives.h"
 
 namespace dtensor {
 namespace {
@@ -132,7 +133,7 @@ at::Tensor DTensor::full_tensor() const {
   Below below(kDTensorKey);
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
-  auto whole = impl().local().detach().clone(at::MemoryFormat::Contiguous);
+  auto whole = on_mesh_device(*impl().mesh(), impl().local().detach()).clone(at::MemoryFormat::Contiguous);
   const auto& placements = layout->placements();
   // Inner axes first: they cut what the outer ones had left. `lengths` are the sizes an axis sees before its own cut.
   std::vector<std::vector<int64_t>> lengths;
@@ -217,7 +218,8 @@ at::Tensor wrap_local(at::Tensor local, const DTensorImpl& like) {
     return at::detail::make_tensor<DTensorImpl>(std::move(local), like.mesh(), like.alias_placements(), like.sizes(),
                                                 like.strides());
   }
-  auto layout = like.layout()->with_dtype(local.scalar_type());
+  auto layout = like.layout();
+  if (layout->dtype() != local.scalar_type()) layout = layout->with_dtype(local.scalar_type());
   return make(std::move(local), std::move(layout));
 }
 

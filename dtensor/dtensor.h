@@ -39,7 +39,8 @@ class DTensor {
   /// This rank's part, sharing memory and version counter; detached. A write through it changes the distributed tensor;
   /// one through a raw pointer is not seen by a unit that is gathered at the time.
   at::Tensor to_local() const;
-  /// The whole value on every rank, a new plain tensor: all-gathers Shard axes, reduces Partial ones. A collective.
+  /// The whole value on every rank, a new plain tensor on the mesh's device, wherever the locals are: all-gathers Shard
+  /// axes, reduces Partial ones. A collective.
   at::Tensor full_tensor() const;
 
   /// A new distributed tensor on the same memory, layout and version counter, without autograd history.

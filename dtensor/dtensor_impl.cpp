@@ -11,6 +11,9 @@ namespace dtensor {
 ParameterOwner::~ParameterOwner() = default;
 bool ParameterOwner::holds_whole() const { return true; }
 void ParameterOwner::check_write(size_t) const {}
+void ParameterOwner::check_whole_write(size_t) const {}
+std::optional<c10::ScalarType> ParameterOwner::input_dtype(size_t) const { return std::nullopt; }
+std::optional<c10::Device> ParameterOwner::whole_device() const { return std::nullopt; }
 
 bool ParameterOwner::is_read_only() const { return false; }
 
@@ -171,7 +174,13 @@ void DTensorImpl::become_ordinary(const at::Tensor& value) {
   if (!value.is_inference() && !is_inference()) set_version_counter(value.unsafeGetTensorImpl()->version_counter());
 }
 
-c10::Device DTensorImpl::device_custom() const { return local_.device(); }
+c10::Device DTensorImpl::device_custom() const {
+  if (const auto owner = owner_.lock()) {
+    // What a forward makes from a parameter's options must lie beside the whole parameter.
+    if (const auto device = owner->whole_device()) return *device;
+  }
+  return local_.device();
+}
 
 std::string DTensorImpl::raw_access_text() const {
   return c10::str("[raw access] ", describe(),
@@ -279,11 +288,16 @@ void DTensorImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& i
   }
   if (auto owner = this->owner()) {
     owner->check_write(owner_index_);
-    const bool moves = !local_.is_meta() && source_tensor.device() != local_.device();
-    if (moves || source_tensor.device().type() != mesh_->device_type()) {
-      raise<ValueError>("set_data", describe(), " given a tensor on ", source_tensor.device(), ", expected ",
-                        c10::DeviceTypeName(mesh_->device_type(), /*lower_case=*/true),
-                        " as its mesh has; a sharded module stays on the device of its mesh");
+    const bool has_home = !local_.is_meta();
+    const bool stays =
+        has_home ? source_tensor.device() == local_.device() : source_tensor.device().type() == mesh_->device_type();
+    if (!stays) {
+      const bool offloaded = has_home && local_.device().type() != mesh_->device_type();
+      raise<ValueError>(
+          "set_data", describe(), " given a tensor on ", source_tensor.device(), ", expected ",
+          c10::DeviceTypeName(offloaded ? local_.device().type() : mesh_->device_type(), /*lower_case=*/true),
+          offloaded ? ", where its shards are kept; only what is gathered is on the device of the mesh"
+                    : " as its mesh has; a sharded module stays on the device of its mesh");
     }
   }
   if (source == nullptr) {

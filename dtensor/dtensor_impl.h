@@ -44,10 +44,17 @@ class ParameterOwner {
   virtual void shard_written(size_t index) = 0;
   /// Parameter `index`, or its shard, is about to be written: throws StateError while it must only be read.
   virtual void check_write(size_t index) const;
+  /// The whole parameter `index` is about to be written by an operator: throws StateError where that would not reach
+  /// the shard as it is.
+  virtual void check_whole_write(size_t index) const;
+  /// The dtype that the other floating inputs of an operator which reads the whole parameter `index` are cast to.
+  virtual std::optional<c10::ScalarType> input_dtype(size_t index) const;
   /// Whether all parameters may only be read, and no rank need do what this one does.
   virtual bool is_read_only() const;
   /// A number went into state made like a parameter in a forward: it must be the same on all ranks.
   virtual void note_operand(uint64_t hash);
+  /// Where whole parameters are while they may be read, if that is not where their shards are kept.
+  virtual std::optional<c10::Device> whole_device() const;
 };
 
 /// What a tensor that was born during deferred construction stands for. Implemented by the recorder above this folder.

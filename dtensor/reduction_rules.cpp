@@ -1,12 +1,15 @@
 #include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <algorithm>
 #include <limits>
 #include <string>
 #include <utility>
 
 #include "dtensor/dtensor.h"
 #include "dtensor/error.h"
+#include "dtensor/mesh_collectives.h"
 #include "dtensor/operator_call.h"
 #include "dtensor/rules.h"
 #include "dtensor/shard_rules.h"
@@ -58,6 +61,17 @@ Reduction reduction_of(const OperatorHandle& op, const Stack& stack, const DTens
   return {ReduceOp::norm, p};
 }
 
+// Not above, or not below, any value of the dtype.
+c10::Scalar neutral_extreme(at::ScalarType dtype, bool lowest) {
+  if (!at::isIntegralType(dtype, /*includeBool=*/true)) {
+    return (lowest ? -1 : 1) * std::numeric_limits<double>::infinity();
+  }
+  return AT_DISPATCH_INTEGRAL_TYPES_AND(at::kBool, dtype, "neutral_extreme", [lowest] {
+    using Limits = std::numeric_limits<scalar_t>;
+    return c10::Scalar(lowest ? Limits::lowest() : Limits::max());
+  });
+}
+
 std::optional<at::ScalarType> dtype_argument(const OperatorHandle& op, const Stack& arguments) {
   const auto* dtype = find_argument(op, arguments, "dtype");
   if (dtype == nullptr || dtype->isNone()) return std::nullopt;
@@ -70,17 +84,13 @@ at::Tensor local_reduction(const OperatorHandle& op, const DTensorImpl& impl, co
   const std::string& name = op.schema().name();
   at::Tensor result;
   const bool truth = name == "aten::any" || name == "aten::all";
-  if (local.numel() == 0 && reduction.op != ReduceOp::sum && !truth) {
+  if (local.numel() == 0 && impl.numel() > 0 && reduction.op != ReduceOp::sum && !truth) {
     // A rank without elements contributes the neutral value.
-    const bool norm = name.ends_with("norm");
-    const double limit = std::numeric_limits<double>::infinity();
     const auto options = local.options().requires_grad(false);
-    if (norm) {
+    if (name.ends_with("norm")) {
       result = at::zeros({}, options.dtype(dtype_argument(op, arguments).value_or(local.scalar_type())));
-    } else if (at::isFloatingType(local.scalar_type())) {
-      result = at::full({}, reduction.op == ReduceOp::max ? -limit : limit, options);
     } else {
-      refuse(op, impl, "integers on a rank with an empty part");
+      result = at::full({}, neutral_extreme(local.scalar_type(), reduction.op == ReduceOp::max), options);
     }
   } else if (name == "aten::mean") {
     result = at::sum(local, dtype_argument(op, arguments));
@@ -176,17 +186,19 @@ void reduce_partial_arguments(const OperatorHandle& op, Stack& stack) {
 std::vector<at::Tensor> reduce_partials(const std::vector<at::Tensor>& partials) {
   struct Group {
     const Layout* layout;
+    c10::Device device;
     std::vector<size_t> members;
   };
   std::vector<Group> groups;
   for (size_t i = 0; i < partials.size(); ++i) {
     const auto* layout = distributed_impl(partials[i])->layout().get();
-    auto found = groups.begin();
-    while (found != groups.end() &&
-           !(found->layout->same_distribution(*layout) && found->layout->dtype() == layout->dtype())) {
-      ++found;
-    }
-    if (found == groups.end()) found = groups.insert(found, Group{layout, {}});
+    const auto device = partials[i].device();
+    const auto found_by = [&](const Group& group) {
+      return group.layout->same_distribution(*layout) && group.layout->dtype() == layout->dtype() &&
+             group.device == device;
+    };
+    auto found = std::find_if(groups.begin(), groups.end(), found_by);
+    if (found == groups.end()) found = groups.insert(found, Group{layout, device, {}});
     found->members.push_back(i);
   }
   std::vector<at::Tensor> results(partials.size());
@@ -195,11 +207,13 @@ std::vector<at::Tensor> reduce_partials(const std::vector<at::Tensor>& partials)
     for (auto i : group.members) locals.push_back(distributed_impl(partials[i])->local());
     auto values = at::stack(locals);
     const auto dtype = values.scalar_type();
-    if (dtype == at::kBool || dtype == at::kByte) values = values.to(at::kInt);  // No backend compares truth values.
+    // What no backend compares: truth values and short numbers.
+    if (at::isIntegralType(dtype, /*includeBool=*/true) && dtype != at::kLong) values = values.to(at::kInt);
     const auto& mesh = *group.layout->mesh();
     for (int64_t axis = 0; axis < mesh.ndim(); ++axis) {
       const auto& placement = group.layout->placements()[static_cast<size_t>(axis)];
       if (!placement.is_partial() || mesh.size(axis) == 1) continue;
+      values = on_mesh_device(mesh, values);  // from shards that are kept on the host
       const bool norm = placement.op() == ReduceOp::norm;
       if (norm) values = values.pow(placement.norm_type());
       if (!norm && placement.op() != ReduceOp::sum && values.is_floating_point()) {
@@ -209,7 +223,7 @@ std::vector<at::Tensor> reduce_partials(const std::vector<at::Tensor>& partials)
       mesh.communicator(axis).all_reduce(values, norm ? ReduceOp::sum : placement.op(), {"all_reduce", "norm"})->wait();
       if (norm) values = values.pow(1 / placement.norm_type());
     }
-    const auto parts = values.to(dtype).unbind(0);
+    const auto parts = values.to(group.device, dtype).unbind(0);
     for (size_t k = 0; k < group.members.size(); ++k) results[group.members[k]] = parts[k];
   }
   return results;

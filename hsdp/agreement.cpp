@@ -10,6 +10,7 @@
 
 #include "dtensor/collective.h"
 #include "dtensor/error.h"
+#include "dtensor/mesh_collectives.h"
 #include "hsdp/host.h"
 
 namespace hsdp {
@@ -48,27 +49,27 @@ struct Failure {
 }
 
 // That of the lowest rank that has one, on all ranks.
-std::optional<Failure> lowest_failure(dtensor::Communicator& group, c10::Device device, const char* where,
+std::optional<Failure> lowest_failure(const dtensor::DeviceMesh& mesh, c10::Device device, const char* where,
                                       const std::optional<Failure>& mine) {
   dtensor::CollectiveGuard guard;
   constexpr int64_t kNobody = std::numeric_limits<int64_t>::max();
   const auto lowest = at::full({1}, mine ? mine->rank : kNobody, at::TensorOptions(device).dtype(at::kLong));
-  group.all_reduce(lowest, dtensor::ReduceOp::min, {"all_reduce", where})->wait();
+  dtensor::all_reduce(mesh, lowest, dtensor::ReduceOp::min, {"all_reduce", where});
   const auto failed = lowest.item<int64_t>();
   if (failed == kNobody) return std::nullopt;
-  const bool is_mine = group.rank() == failed;
+  const bool is_mine = mesh.rank() == failed;
   auto header = at::zeros({2}, at::TensorOptions(kHost).dtype(at::kLong));
   if (is_mine) {
     header[0] = static_cast<int64_t>(mine->kind);
     header[1] = static_cast<int64_t>(mine->text.size());
   }
   header = header.to(device);
-  group.broadcast(header, failed, {"broadcast", where})->wait();
+  dtensor::broadcast(mesh, header, failed, {"broadcast", where});
   header = header.to(kHost);
   auto bytes = at::empty({header[1].item<int64_t>()}, at::TensorOptions(kHost).dtype(at::kByte));
   if (is_mine) std::memcpy(bytes.mutable_data_ptr(), mine->text.data(), mine->text.size());
   bytes = bytes.to(device);
-  group.broadcast(bytes, failed, {"broadcast", where})->wait();
+  dtensor::broadcast(mesh, bytes, failed, {"broadcast", where});
   bytes = bytes.to(kHost);
   return Failure{failed,
                  static_cast<Kind>(header[0].item<int64_t>()),
@@ -77,7 +78,7 @@ std::optional<Failure> lowest_failure(dtensor::Communicator& group, c10::Device 
 
 }  // namespace
 
-void agree(dtensor::Communicator& group, c10::Device device, const char* where, const std::function<void()>& work) {
+void agree(const dtensor::DeviceMesh& mesh, c10::Device device, const char* where, const std::function<void()>& work) {
   std::exception_ptr cause;
   std::optional<Failure> mine;
   try {
@@ -85,25 +86,25 @@ void agree(dtensor::Communicator& group, c10::Device device, const char* where, 
   } catch (const std::exception& error) {
     cause = std::current_exception();
     const auto kind = kind_of(error);
-    mine = Failure{group.rank(), kind, kind == Kind::other ? dtensor::backend_message(error) : error.what()};
+    mine = Failure{mesh.rank(), kind, kind == Kind::other ? dtensor::backend_message(error) : error.what()};
   } catch (...) {
     cause = std::current_exception();
-    mine = Failure{group.rank(), Kind::other, "with an exception that is no std::exception"};
+    mine = Failure{mesh.rank(), Kind::other, "with an exception that is no std::exception"};
   }
-  if (group.size() == 1) {
+  if (mesh.size() == 1) {
     if (cause) std::rethrow_exception(cause);
     return;
   }
   std::optional<Failure> first;
   try {
-    first = lowest_failure(group, device, where, mine);
+    first = lowest_failure(mesh, device, where, mine);
   } catch (const dtensor::CommunicationError&) {
     // What this rank has to say is nearer to the origin than that the others are gone.
     if (cause) std::rethrow_exception(cause);
     throw;
   }
   if (!first) return;
-  if (first->rank == group.rank()) std::rethrow_exception(cause);
+  if (first->rank == mesh.rank()) std::rethrow_exception(cause);
   throw_again(where, *first);
 }
 

@@ -5,6 +5,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <string>
+#include <utility>
 
 #include "dtensor/dispatch.h"
 #include "dtensor/dtensor.h"
@@ -21,27 +24,26 @@ double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_nor
   }
   at::NoGradGuard no_grad;
   dtensor::ShardedRulesGuard sharded;
-  std::vector<at::Tensor> gradients, distributed, plain;
+  // Shards may be kept on the host beside whole gradients on the device.
+  std::map<std::pair<bool, std::string>, std::vector<at::Tensor>> groups;
   for (auto& parameter : parameters) {
-    if (!parameter.grad().defined()) continue;
-    gradients.push_back(parameter.grad());
-    (dtensor::DTensor::is_dtensor(gradients.back()) ? distributed : plain).push_back(gradients.back());
+    const auto gradient = parameter.grad();
+    if (!gradient.defined()) continue;
+    groups[{!dtensor::DTensor::is_dtensor(gradient), gradient.device().str()}].push_back(gradient);
   }
-  if (gradients.empty()) return 0;
+  if (groups.empty()) return 0;
   std::vector<at::Tensor> norms;
-  for (auto* group : {&distributed, &plain}) {
-    if (group->empty()) continue;
-    auto values = at::_foreach_norm(*group, norm_type);
-    norms.push_back(at::stack(values));  // reduces partial norms, all of them at once
+  for (auto& [kind, group] : groups) {
+    auto values = at::_foreach_norm(group, norm_type);
+    const auto stacked = at::stack(values);  // reduces partial norms, all of them at once
+    norms.push_back(norms.empty() ? stacked : stacked.to(norms.front().device()));
   }
   auto all = at::cat(norms);
   const double total = (std::isinf(norm_type) ? all.max() : at::linalg_vector_norm(all, norm_type)).item<double>();
   const double coefficient = max_norm / (total + 1e-6);
   // As the stock function does, a non-finite norm is multiplied in rather than skipped.
   if (!(coefficient >= 1)) {
-    for (auto* group : {&distributed, &plain}) {
-      if (!group->empty()) at::_foreach_mul_(*group, coefficient);
-    }
+    for (auto& [kind, group] : groups) at::_foreach_mul_(group, coefficient);
   }
   return total;
 }

@@ -169,25 +169,39 @@ class Export {
   std::optional<caffe2::serialize::PyTorchStreamWriter> writer_;
 };
 
+// On rank 0 and those that it gathers with; undefined on other replicas. They wait here, tensor by tensor, for as long
+// as rank 0 takes to write: for the whole file would be longer than any collective may take.
+at::Tensor whole_of(const RegisteredTensor& target) {
+  if (target.parameter == nullptr) return target.tensor;
+  const auto& layout = target.parameter->layout();
+  bool first_replica = true;
+  for (int64_t axis = 0; axis < layout.mesh()->ndim(); ++axis) {
+    if (!layout.placements()[static_cast<size_t>(axis)].is_replicate()) continue;
+    layout.mesh()->communicator(axis).barrier({"barrier", target.names.front()});
+    first_replica &= layout.mesh()->coordinate()[static_cast<size_t>(axis)] == 0;
+  }
+  return first_replica ? dtensor::DTensor(target.tensor).full_tensor() : at::Tensor();
+}
+
 }  // namespace
 
 void export_pt(const std::shared_ptr<ShardedModule>& sharded, const std::string& path) {
-  auto& group = communicator_of(*sharded, kWhere);
+  const auto& mesh = mesh_of(*sharded, kWhere);
   const auto device = device_of(*sharded);
-  if (const auto scheduler = sharded->scheduler(); scheduler->has_written()) scheduler->compare_writes(group);
+  sharded->scheduler()->compare_writes(mesh);
   std::optional<Export> out;
-  agree(group, device, kWhere, [&] {
+  agree(mesh, device, kWhere, [&] {
     if (const auto names = sharded->tensors_without_values(); !names.empty()) {
       raise<dtensor::StateError>(kWhere, names.size(), " tensors have no values, the first is ", names.front(),
                                  ", expected all to be set; call materialize(device) or load(path) first");
     }
-    if (group.rank() == 0) out.emplace(sharded->module(), path);
+    if (mesh.rank() == 0) out.emplace(sharded->module(), path);
   });
   // After a failure the others still gather: rank 0 goes along.
   std::exception_ptr failure;
   for (auto& target : registered_tensors(*sharded)) {
     if (!target.in_files) continue;
-    const auto whole = target.parameter != nullptr ? dtensor::DTensor(target.tensor).full_tensor() : target.tensor;
+    const auto whole = whole_of(target);
     if (!out || failure) continue;
     try {
       out->write(target, whole);
@@ -195,7 +209,7 @@ void export_pt(const std::shared_ptr<ShardedModule>& sharded, const std::string&
       failure = std::current_exception();
     }
   }
-  agree(group, device, kWhere, [&] {
+  agree(mesh, device, kWhere, [&] {
     if (failure) std::rethrow_exception(failure);
     if (out) out->complete();
   });

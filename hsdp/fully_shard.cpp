@@ -11,8 +11,7 @@ namespace hsdp {
 at::Tensor unsharded(const at::Tensor& parameter) {
   const dtensor::DTensor tensor(parameter);
   if (auto unit = std::dynamic_pointer_cast<Unit>(tensor.impl().owner())) {
-    if (auto scheduler = unit->scheduler(); scheduler && scheduler->has_written())
-      scheduler->compare_writes(unit->group());
+    if (auto scheduler = unit->scheduler()) scheduler->compare_writes(*unit->context().mesh);
   }
   return tensor.full_tensor();
 }

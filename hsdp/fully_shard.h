@@ -2,11 +2,15 @@
 
 #include <torch/nn/pimpl.h>
 
+#include <functional>
 #include <memory>
+#include <string>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "dtensor/dispatch.h"
+#include "hsdp/output_cast.h"
 #include "hsdp/saved_tensors.h"
 #include "hsdp/sharded_module.h"
 
@@ -58,11 +62,18 @@ class FullySharded {
 
   ScopeProxy operator->() const { return ScopeProxy(core_, module_.get()); }
 
-  /// `forward` with these arguments.
+  /// `forward` with these arguments, its result cast to mixed_precision.output_dtype where that is set.
   template <class... Arguments>
   auto operator()(Arguments&&... arguments) const {
     ForwardScope scope(core_);
-    return module_->forward(std::forward<Arguments>(arguments)...);
+    using Result = decltype(module_->forward(std::forward<Arguments>(arguments)...));
+    if constexpr (std::is_void_v<Result>) {
+      module_->forward(std::forward<Arguments>(arguments)...);
+    } else {
+      std::decay_t<Result> result = module_->forward(std::forward<Arguments>(arguments)...);
+      if (auto dtype = core_->mixed_precision().output_dtype) detail::cast_floating(result, *dtype);
+      return result;
+    }
   }
 
   /// Memory and values in one go: to_empty, reset_sharded_param, replay_init. Collective.
@@ -71,11 +82,25 @@ class FullySharded {
   void to_empty(at::Device device) const { core_->to_empty(device); }
   int64_t reset_sharded_param() const { return core_->reset_sharded_param(); }
   void replay_init() const { core_->replay_init(); }
-  /// Gradients are sums over the ranks divided by `factor`, from the next reduction on, as FSDP2's function of this
-  /// name says; without a call they are divided by the number of ranks. All ranks must set the same. Throws ValueError
-  /// unless finite and above 0, StateError for a part of a larger sharded module.
-  void set_gradient_divide_factor(double factor) const { core_->set_gradient_divide_factor(factor); }
-  /// Makes the module usable again after an exception in a step: what was in flight is dropped, landed gradients stay.
+  /// All units, or those whose name matches: the run-time switches of single units. Throws ValueError where none does.
+  UnitSet units() const { return core_->unit_set(); }
+  UnitSet units(const std::string& pattern) const { return core_->unit_set(pattern); }
+  /// The same switches for all units; see UnitSet.
+  void set_reshard_after_forward(ReshardAfterForward reshard) const { units().set_reshard_after_forward(reshard); }
+  void set_reshard_after_backward(bool reshard) const { units().set_reshard_after_backward(reshard); }
+  void set_requires_gradient_sync(bool required) const { units().set_requires_gradient_sync(required); }
+  void set_requires_all_reduce(bool required) const { units().set_requires_all_reduce(required); }
+  void set_gradient_divide_factor(double factor) const { units().set_gradient_divide_factor(factor); }
+  void set_all_reduce_hook(std::function<void(const at::Tensor& buffer)> hook) const {
+    units().set_all_reduce_hook(std::move(hook));
+  }
+  Unsharding unshard(bool async = false) const { return units().unshard(async); }
+  void reshard() const { units().reshard(); }
+  /// False: the backwards to come leave their last reduction in flight and the order of gathers in place, for schedules
+  /// that interleave micro-batches; gradients are complete after a backward with true.
+  void set_is_last_backward(bool last) const { core_->scheduler()->set_is_last_backward(last); }
+  /// Makes the module usable again after an exception in a step: what was in flight, and gradients that waited for a
+  /// later backward, are dropped; landed gradients stay.
   void reset_iteration_state() const { core_->scheduler()->reset_iteration_state(); }
 
   /// The module itself, without a scope: for its structure. Its parameters are sharded there.
@@ -107,9 +132,9 @@ auto shared_module(N&& net) {
 }  // namespace detail
 
 /// Shards the parameters of a module made by meta_init, in place, over the mesh: each becomes a DTensor with Shard(0),
-/// chunked as torch.chunk does. `net` is a module holder, a shared_ptr, or a module value. Submodules may have been
-/// sharded before (bottom-up): they keep their units. No communication, no memory. Throws as ShardedModule::create
-/// does.
+/// or as the options say, chunked as torch.chunk does. `net` is a module holder, a shared_ptr, or a module value.
+/// Submodules may have been sharded before (bottom-up): they keep their units. No communication, no memory. Throws as
+/// ShardedModule::create does.
 template <class N>
 auto fully_shard(N&& net, const FullyShardOptions& options = {}) {
   auto module = detail::shared_module(std::forward<N>(net));

@@ -14,6 +14,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
+#include "dtensor/call_board.h"
 #include "dtensor/collective.h"
 #include "dtensor/error.h"
 #include "hsdp/host.h"
@@ -30,24 +31,39 @@ using dtensor::raise;
 using dtensor::StateError;
 using dtensor::ValueError;
 
-struct Environment::State {
+namespace {
+
+constexpr const char* kWhere = "init";
+
+/// What connects all ranks and makes groups of some of them. Shared by the environment and its meshes, which may need
+/// further groups.
+struct Connections {
   LauncherEnv launcher;
-  InitOptions options;
-  std::string backend_name = "none";
+  std::chrono::milliseconds timeout{0};
   const BackendKind* kind = nullptr;
   c10::Device device{kHost};
+  bool compares_calls = false;
   // In this order, so that groups end before the store they met in.
   c10::intrusive_ptr<c10d::Store> store;
   c10::intrusive_ptr<c10d::Backend> backend;
-  std::shared_ptr<dtensor::Communicator> communicator;
-  std::shared_ptr<const dtensor::DeviceMesh> mesh;
+  std::shared_ptr<dtensor::CallBoard> board;  // of `backend`; null unless calls are compared
   // How often a group of the same ranks and axis was made: its members count alike, whatever other groups exist.
   std::map<std::string, int64_t> group_uses;
 };
 
-namespace {
+}  // namespace
 
-constexpr const char* kWhere = "init";
+struct Environment::State {
+  LauncherEnv launcher;
+  InitOptions options;
+  std::string backend_name = "none";
+  c10::Device device{kHost};
+  std::shared_ptr<dtensor::Communicator> communicator;
+  std::shared_ptr<const dtensor::DeviceMesh> mesh;
+  dtensor::GroupFactory groups;
+};
+
+namespace {
 
 std::string seconds_text(std::chrono::milliseconds duration) {
   return c10::str(static_cast<double>(duration.count()) / 1000.0, " s");
@@ -168,13 +184,29 @@ c10::intrusive_ptr<c10d::Store> connect_store(const LauncherEnv& launcher, std::
   return c10::make_intrusive<c10d::PrefixStore>(c10::str(job, "/attempt_", launcher.restart_count), store);
 }
 
-/// All ranks must talk through the same backend: otherwise each would wait for a partner that never comes.
-void agree(c10d::Store& store, const LauncherEnv& launcher, const std::string& backend) {
+constexpr const char* kCompareCalls = "HSDP_DEBUG_COLLECTIVES";
+
+bool asks_to_compare_calls() {
+  const auto value = process_env(kCompareCalls).value_or("");
+  if (value.empty() || value == "0") return false;
+  if (value == "1") return true;
+  raise<ValueError>(kWhere, "environment variable ", kCompareCalls, " is '", value, "', expected 0 or 1");
+}
+
+/// All ranks must talk through the same backend, and in the same way: otherwise each would wait for a partner that
+/// never comes.
+void agree(c10d::Store& store, const LauncherEnv& launcher, const std::string& backend, bool compares_calls) {
   if (launcher.rank == 0) store.set("backend", backend);
   const std::string expected = store.get_to_str("backend");
   if (expected != backend) {
     raise<ValueError>(kWhere, "rank ", launcher.rank, " uses backend ", backend, " and rank 0 ", expected,
                       ", expected one backend for all ranks; set it explicitly");
+  }
+  const std::string compares = compares_calls ? "1" : "0";
+  if (launcher.rank == 0) store.set(kCompareCalls, compares);
+  if (const auto at_0 = store.get_to_str(kCompareCalls); at_0 != compares) {
+    raise<ValueError>(kWhere, "environment variable ", kCompareCalls, " is ", compares, " on rank ", launcher.rank,
+                      " and ", at_0, " on rank 0, expected one value for all ranks");
   }
   if (launcher.rank == 0) store.set("seed", std::to_string(offered_seed()));
   adopt_seed_if_never_seeded(std::stoull(store.get_to_str("seed")));
@@ -190,6 +222,35 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const BackendKind& kind, const c1
   // A barrier carries no tensor that would say where to run.
   if (device.has_index()) backend->setBoundDeviceId(device);
   return backend;
+}
+
+std::shared_ptr<dtensor::CallBoard> make_board(const Connections& connections, const std::string& group, int64_t rank,
+                                               int64_t size) {
+  if (!connections.compares_calls) return nullptr;
+  auto store = c10::make_intrusive<c10d::PrefixStore>("calls/" + group, connections.store);
+  return std::make_shared<dtensor::CallBoard>(std::move(store), rank, size, connections.timeout);
+}
+
+/// Every rank among `ranks` calls it, in the same order.
+std::shared_ptr<dtensor::Communicator> make_group(Connections& connections, const std::vector<int64_t>& ranks,
+                                                  const std::string& axis) {
+  const auto size = static_cast<int64_t>(ranks.size());
+  const auto timeout = connections.timeout;
+  if (size == connections.launcher.world_size) {
+    return dtensor::make_c10d_communicator(connections.backend, axis, timeout, connections.board);
+  }
+  std::string key = "group/" + axis;
+  int64_t index = 0;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    key += c10::str("/", ranks[i]);
+    if (ranks[i] == connections.launcher.rank) index = static_cast<int64_t>(i);
+  }
+  key += c10::str("/use_", connections.group_uses[key]++);
+  auto backend = meeting(connections.launcher, timeout, c10::str("connecting axis ", axis), [&] {
+    const auto store = c10::make_intrusive<c10d::PrefixStore>(key, connections.store);
+    return make_backend(*connections.kind, store, index, size, timeout, connections.device);
+  });
+  return dtensor::make_c10d_communicator(std::move(backend), axis, timeout, make_board(connections, key, index, size));
 }
 
 /// Backends write to sockets whose other end may be gone. Left at its default, the signal would end this process
@@ -245,7 +306,6 @@ Environment Environment::start(LauncherEnv launcher, const InitOptions& options,
   state->options = options;
   const BackendKind& backend = group ? kind_of(*group, options) : choose_backend(options);
   check_backend(backend, launcher);
-  state->kind = &backend;
   state->device = group ? device_of(*group, backend) : choose_device(backend, launcher);
   if (state->device.type() != kHost) set_device(state->device);
   if (launcher.world_size == 1) {
@@ -253,24 +313,38 @@ Environment Environment::start(LauncherEnv launcher, const InitOptions& options,
   } else {
     state->backend_name = backend.name;
     ignore_broken_pipes();
-    state->store = store ? std::move(store) : connect_store(launcher, options.timeout);
+    auto connections = std::make_shared<Connections>();
+    connections->launcher = launcher;
+    connections->timeout = options.timeout;
+    connections->kind = &backend;
+    connections->device = state->device;
+    connections->compares_calls = asks_to_compare_calls();
+    connections->store = store ? std::move(store) : connect_store(launcher, options.timeout);
     meeting(launcher, options.timeout, c10::str("connecting ranks over ", backend.name), [&] {
-      state->store->setTimeout(options.timeout);
-      agree(*state->store, launcher, backend.name);
+      connections->store->setTimeout(options.timeout);
+      agree(*connections->store, launcher, backend.name, connections->compares_calls);
       if (group) {
         // Tells whoever waits whether to block the host.
         if (state->device.has_index() && !group->getBoundDeviceId()) group->setBoundDeviceId(state->device);
-        state->backend = std::move(group);
+        connections->backend = std::move(group);
         return;
       }
-      const auto world = c10::make_intrusive<c10d::PrefixStore>("world", state->store);
-      state->backend = make_backend(backend, world, launcher.rank, launcher.world_size, options.timeout, state->device);
+      const auto world = c10::make_intrusive<c10d::PrefixStore>("world", connections->store);
+      connections->backend =
+          make_backend(backend, world, launcher.rank, launcher.world_size, options.timeout, state->device);
     });
-    state->communicator = dtensor::make_c10d_communicator(state->backend, "shard", options.timeout);
+    connections->board = make_board(*connections, "world", launcher.rank, launcher.world_size);
+    state->groups = [connections](const std::vector<int64_t>& ranks, const std::string& axis) {
+      return make_group(*connections, ranks, axis);
+    };
+    std::vector<int64_t> all(static_cast<size_t>(launcher.world_size));
+    std::iota(all.begin(), all.end(), 0);
+    state->communicator = state->groups(all, "shard");
     // A rank that left early could take the store with it while others still connect.
     state->communicator->barrier({"barrier", "init"});
   }
-  state->mesh = dtensor::DeviceMesh::from_communicator(state->device.type(), state->communicator, "shard");
+  state->mesh =
+      dtensor::DeviceMesh::from_communicator(state->device.type(), state->communicator, "shard", state->groups);
   return Environment(std::move(state));
 }
 
@@ -292,26 +366,8 @@ std::shared_ptr<const dtensor::DeviceMesh> Environment::make_mesh(std::vector<in
     raise<ValueError>("make_mesh", plan->to_string(), " has ", plan->size(), " ranks and the world ", world_size(),
                       ", expected sizes that multiply to the world size");
   }
-  const auto make_group = [&](const std::vector<int64_t>& ranks, const std::string& axis) {
-    const auto timeout = state_->options.timeout;
-    if (static_cast<int64_t>(ranks.size()) == world_size()) {
-      return dtensor::make_c10d_communicator(state_->backend, axis, timeout);
-    }
-    std::string key = "group/" + axis;
-    int64_t index = 0;
-    for (size_t i = 0; i < ranks.size(); ++i) {
-      key += c10::str("/", ranks[i]);
-      if (ranks[i] == rank()) index = static_cast<int64_t>(i);
-    }
-    key += c10::str("/use_", state_->group_uses[key]++);
-    auto backend = meeting(state_->launcher, timeout, c10::str("connecting axis ", axis), [&] {
-      const auto store = c10::make_intrusive<c10d::PrefixStore>(key, state_->store);
-      return make_backend(*state_->kind, store, index, static_cast<int64_t>(ranks.size()), timeout, state_->device);
-    });
-    return dtensor::make_c10d_communicator(std::move(backend), axis, timeout);
-  };
   auto mesh =
-      dtensor::DeviceMesh::create(state_->device.type(), std::move(sizes), std::move(names), rank(), make_group);
+      dtensor::DeviceMesh::create(state_->device.type(), std::move(sizes), std::move(names), rank(), state_->groups);
   barrier("make_mesh");
   return mesh;
 }

@@ -2,6 +2,7 @@
 
 #include <ATen/Context.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -115,6 +116,20 @@ void part_generators(int64_t rank, c10::Device device) {
   }
   state.generators = std::move(generators);
   dtensor::set_common_draws(&open_common_draws);
+}
+
+std::vector<at::Generator> default_generators(c10::ArrayRef<c10::Device> devices) {
+  std::vector<at::Generator> generators{host_generator()};
+  const auto add = [&](const at::Generator& generator) {
+    if (std::find(generators.begin(), generators.end(), generator) == generators.end()) generators.push_back(generator);
+  };
+  for (auto device : devices) {
+    if (auto generator = generator_of(device)) add(*generator);
+  }
+  auto& state = parted();
+  std::lock_guard lock(state.mutex);
+  for (auto& one : state.generators) add(one.generator);
+  return generators;
 }
 
 bool generators_are_parted() {

@@ -1,9 +1,12 @@
 #pragma once
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <c10/util/ArrayRef.h>
 
 #include <cstdint>
+#include <vector>
 
 /// Construction wants the same random numbers on every rank, and dropout wants others on each. So the default
 /// generators part once a module has its values: rank 0's goes on as after plain construction, every other rank's is
@@ -13,6 +16,8 @@ namespace hsdp {
 
 /// Parts the default generators of the host and of `device`, as far as it has one.
 void part_generators(int64_t rank, c10::Device device);
+/// The default generators of the host, of `devices`, and of the device that generators were last parted for, each once.
+std::vector<at::Generator> default_generators(c10::ArrayRef<c10::Device> devices);
 /// Whether they are parted now.
 bool generators_are_parted();
 /// `state` is one of the host's generator: the common one instead, if it was read while they were parted.

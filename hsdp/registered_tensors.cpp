@@ -145,16 +145,16 @@ void set_value(const RegisteredTensor& target, const at::Tensor& whole) {
   target.parameter->impl().set_has_values(true);
 }
 
-dtensor::Communicator& communicator_of(const ShardedModule& sharded, const char* where) {
-  if (sharded.mesh()->has_groups()) return sharded.mesh()->communicator(0);
+const dtensor::DeviceMesh& mesh_of(const ShardedModule& sharded, const char* where) {
+  if (sharded.mesh()->has_groups()) return *sharded.mesh();
   raise<dtensor::StateError>(where, "the module lies on ", sharded.mesh()->to_string(),
                              ", which was made without groups, expected one that can communicate; use env.mesh()");
 }
 
 at::Device device_of(const ShardedModule& sharded) {
   const auto& local = sharded.units().front()->parameters().front().impl().local();
-  if (!local.is_meta()) return local.device();
   const auto type = sharded.mesh()->device_type();
+  if (local.device().type() == type) return local.device();
   if (is_initialized() && current_environment().device().type() == type) return current_environment().device();
   return at::Device(type);
 }

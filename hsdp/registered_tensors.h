@@ -38,9 +38,9 @@ std::vector<size_t> match_sources(const char* where, const std::string& what,
 /// Takes this rank's part of a whole value, below dispatch.
 void set_value(const RegisteredTensor& target, const at::Tensor& whole);
 
-/// The group that the module is sharded over. Throws StateError where its mesh has none.
-dtensor::Communicator& communicator_of(const ShardedModule& sharded, const char* where);
-/// Where its parameters are, or will be.
+/// The mesh that the module lies on. Throws StateError where it was made without groups.
+const dtensor::DeviceMesh& mesh_of(const ShardedModule& sharded, const char* where);
+/// Where that mesh communicates: parameters and buffers are there, but for what is kept on the host.
 at::Device device_of(const ShardedModule& sharded);
 
 }  // namespace hsdp

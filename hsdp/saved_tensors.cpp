@@ -17,6 +17,7 @@
 
 #include "dtensor/dispatch.h"
 #include "dtensor/error.h"
+#include "hsdp/saved_tensor_sink.h"
 #include "hsdp/scheduler.h"
 #include "hsdp/unit.h"
 
@@ -27,6 +28,7 @@ using torch::autograd::Engine;
 using torch::autograd::SavedVariableHooks;
 
 thread_local int64_t scopes = 0;
+thread_local SavedTensorSink* innermost_sink = nullptr;
 // Ids of the last backward passes that threw; an id is never used twice.
 std::mutex failed_mutex;
 std::deque<int64_t> failed_tasks;
@@ -47,39 +49,27 @@ class SavedTensor : public SavedVariableHooks {
                     Geometry{tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset()});
       }
     }
+    if (innermost_sink != nullptr) recomputed_ = innermost_sink->save(tensor);
     // A leaf is kept itself so that its accumulator is found again; a node's own output must not be, it would keep the
     // node alive.
-    plain_ = tensor.is_leaf() ? tensor : tensor.detach();
-    has_version_ = !tensor.is_inference();
-    if (has_version_) version_ = tensor._version();
+    if (!recomputed_) plain_ = VersionedTensor(tensor.is_leaf() ? tensor : tensor.detach());
   }
 
   at::Tensor call_unpack_hook() override {
-    if (!hold_) {
-      if (has_version_ && plain_._version() != version_) {
-        dtensor::raise<dtensor::StateError>(
-            "backward", "a tensor of shape ", plain_.sizes(),
-            " needed for gradient computation was modified by an inplace operation: it is "
-            "at version ",
-            plain_._version(), ", expected ", version_);
-      }
-      return plain_;
-    }
+    if (recomputed_) return recomputed_->unpack();
+    if (!hold_) return plain_.get();
     auto& unit = hold_->unit();
     unit.gather();
-    if (unit.generation(index_) != generation_) {
-      dtensor::raise<dtensor::StateError>(
-          "backward", "parameter \"", unit.parameters()[index_].name(),
-          "\" needed for gradient computation was modified by an inplace operation since "
-          "the forward, expected unchanged weights; run backward before optimizer.step()");
-    }
+    check_unchanged(unit, index_, generation_);
     c10::impl::ExcludeDispatchKeyGuard below(dtensor::kDTensorKey);
     c10::InferenceMode normal(false);
     at::NoGradGuard no_grad;
     // An alias with a version counter of its own: writing gathered bytes must not look like a change of a saved tensor.
     auto whole = dtensor::raw_alias(unit.whole(index_));
-    return geometry_ ? dtensor::raw_alias(whole.as_strided(geometry_->sizes, geometry_->strides, geometry_->offset))
-                     : whole;
+    if (geometry_) {
+      whole.unsafeGetTensorImpl()->set_sizes_and_strides(geometry_->sizes, geometry_->strides, geometry_->offset);
+    }
+    return whole;
   }
 
  private:
@@ -93,13 +83,13 @@ class SavedTensor : public SavedVariableHooks {
     geometry_ = std::move(geometry);
     generation_ = unit->generation(index);
     auto scheduler = unit->scheduler();
-    const auto token = scheduler ? scheduler->scope_token() : 0;
+    int64_t token = scheduler ? scheduler->scope_token() : 0;
+    if (innermost_sink != nullptr) token = innermost_sink->save_weight(unit, index, token);
     hold_.emplace(std::move(unit), token);
   }
 
-  at::Tensor plain_;
-  bool has_version_ = false;
-  uint32_t version_ = 0;
+  std::unique_ptr<RecomputedTensor> recomputed_;
+  VersionedTensor plain_;
   std::optional<Unit::Hold> hold_;
   size_t index_ = 0;
   std::optional<Geometry> geometry_;
@@ -111,7 +101,7 @@ class PackingEngine : public Engine {
   std::unique_ptr<SavedVariableHooks> get_default_saved_variable_hooks() override {
     // In backward with grad mode on somebody recomputes or differentiates twice: those graphs save weights as well.
     const bool backward = torch::autograd::get_current_graph_task_id() != -1 && at::GradMode::is_enabled();
-    if (scopes > 0 || backward) return std::make_unique<SavedTensor>();
+    if (scopes > 0 || backward || innermost_sink != nullptr) return std::make_unique<SavedTensor>();
     return nullptr;
   }
 
@@ -144,6 +134,36 @@ void install_saved_tensor_engine() { torch::autograd::set_default_engine_stub(&p
 
 SavedTensorScope::SavedTensorScope() { ++scopes; }
 SavedTensorScope::~SavedTensorScope() { --scopes; }
+
+VersionedTensor::VersionedTensor(at::Tensor tensor)
+    : tensor_(std::move(tensor)),
+      has_version_(!tensor_.is_inference()),
+      version_(has_version_ ? static_cast<uint32_t>(tensor_._version()) : 0) {}
+
+const at::Tensor& VersionedTensor::get() const {
+  if (has_version_ && tensor_._version() != version_) {
+    dtensor::raise<dtensor::StateError>("backward", "a tensor of shape ", tensor_.sizes(),
+                                        " needed for gradient computation was modified by an inplace operation: it is "
+                                        "at version ",
+                                        tensor_._version(), ", expected ", version_);
+  }
+  return tensor_;
+}
+
+RecomputedTensor::~RecomputedTensor() = default;
+SavedTensorSink::~SavedTensorSink() = default;
+
+SavedTensorSinkScope::SavedTensorSinkScope(SavedTensorSink* sink) : former_(std::exchange(innermost_sink, sink)) {}
+SavedTensorSinkScope::~SavedTensorSinkScope() { innermost_sink = former_; }
+
+SavedTensorSink* saved_tensor_sink() { return innermost_sink; }
+
+void check_unchanged(const Unit& unit, size_t index, const Unit::Generation& generation) {
+  if (unit.generation(index) == generation) return;
+  dtensor::raise<dtensor::StateError>("backward", "parameter \"", unit.parameters()[index].name(),
+                                      "\" needed for gradient computation was modified by an inplace operation since "
+                                      "the forward, expected unchanged weights; run backward before optimizer.step()");
+}
 
 bool backward_failed(int64_t graph_task) {
   std::lock_guard lock(failed_mutex);

@@ -7,12 +7,13 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
-#include <cmath>
 #include <utility>
 
 #include "dtensor/error.h"
 #include "dtensor/hash_bytes.h"
+#include "dtensor/mesh_collectives.h"
 #include "hsdp/host.h"
+#include "hsdp/region_recorder.h"
 #include "hsdp/saved_tensors.h"
 
 namespace hsdp {
@@ -81,16 +82,19 @@ void Scheduler::enter_scope() {
   order_.clear();
   prefetch_forward_ = true;
   current_ = nullptr;
+  records_regions_ = std::any_of(units_.begin(), units_.end(), [](auto& unit) { return unit->is_checkpointed(); });
+  if (records_regions_) enter_checkpointed_forward();
   if (in_backward()) return;
   // Forwards with grad mode on and no backward must not let the plan grow for ever.
   if (backward_plan_.size() > 8 * units_.size() + 64) backward_plan_.clear();
-  if (backward_task_ != -1) reset_iteration_state();  // A backward that threw never reached its end.
+  if (backward_task_ != -1) forget_iteration();  // A backward that threw never reached its end.
   for (auto& unit : units_) unit->claim_accumulators();
 }
 
 void Scheduler::leave_scope() noexcept {
   std::lock_guard lock(mutex_);
   if (--depth_ > 0) return;
+  if (records_regions_ && owner_thread_ == std::this_thread::get_id()) leave_checkpointed_forward();
   current_ = nullptr;
   for (auto& unit : units_) unit->disconnect();
   if (in_backward()) return;
@@ -112,11 +116,30 @@ int64_t Scheduler::scope_token() const {
   return 2 * static_cast<int64_t>(torch::autograd::get_current_graph_task_id()) + 1;
 }
 
+// A forward that autograd recorded gathers again in backward, from a part where the unit keeps one.
+void Scheduler::free(Unit& unit, bool in_forward) {
+  if (!unit.is_gathered() && !unit.is_gathering()) return;
+  if (observer_) observer_("reshard", unit);
+  if (in_forward && c10::GradMode::is_enabled()) {
+    unit.reshard_for_backward();
+  } else {
+    unit.reshard();
+  }
+}
+
+// Left gathered by an earlier backward, whatever is set for the next one, and not yet read by this forward.
+bool Scheduler::is_kept_by_backward(const Unit& unit) const {
+  return unit.is_read() && !unit.is_read_in(2 * scope_id_);
+}
+
 void Scheduler::free_unneeded(bool keep_kept) {
   for (auto& unit : units_) {
-    if (unit->has_pins()) continue;
-    const bool kept = keep_kept && !unit->reshard_after_forward() && unit->is_gathered() && unit->is_read();
-    if (!kept) unit->reshard();
+    if (!keep_kept) unit->drop_part();
+    if (unit->has_pins() || (keep_kept && unit->is_requested())) continue;
+    bool wanted = keep_kept ? !unit->reshard_after_forward() : !unit->settings().reshard_after_backward;
+    if (keep_kept) wanted |= is_kept_by_backward(*unit);
+    const bool kept = wanted && unit->is_gathered() && unit->is_read();
+    if (!kept) free(*unit, keep_kept);
   }
 }
 
@@ -143,10 +166,10 @@ void Scheduler::read(Unit& unit) {
 }
 
 void Scheduler::ensure_gathered(Unit& unit) {
-  if (unit.is_gathered() && unit.is_stale()) unit.reshard();
+  if (unit.is_gathered() && unit.is_stale()) free(unit, /*in_forward=*/false);
   if (unit.is_gathering()) {
     unit.finish_gather();
-    if (unit.is_stale()) unit.reshard();  // The shards changed while their old values were under way.
+    if (unit.is_stale()) free(unit, /*in_forward=*/false);  // The shards changed while their old values were under way.
   }
   if (!unit.is_gathered()) {
     start_gather(unit);
@@ -158,30 +181,37 @@ void Scheduler::read_in_forward(Unit& unit) {
   for (auto& other : units_) {
     if (other.get() == &unit || other->has_pins()) continue;
     if (!other->is_read()) {
-      if (!other->is_gathered() && !other->is_gathering()) continue;
+      if ((!other->is_gathered() && !other->is_gathering()) || other->is_requested()) continue;
       // The one that was started ahead is not the one that is read: this forward goes another way than the last.
-      other->reshard();
+      free(*other, /*in_forward=*/false);
       prefetch_forward_ = false;
     } else if (other->is_gathered() && other->reshard_after_forward() && !other->is_raw_accessed() &&
-               !other->is_relative_of(unit)) {
-      other->reshard();
+               !other->is_relative_of(unit) && !is_kept_by_backward(*other)) {
+      free(*other, /*in_forward=*/true);
     }
   }
   ensure_gathered(unit);
-  if (unit.is_read()) return;
-  unit.mark_read();
+  const auto scope = scope_token();
+  if (unit.is_read_in(scope)) return;
+  unit.mark_read(scope);
   order_.push_back(&unit);
-  if (c10::GradMode::is_enabled()) backward_plan_.push_back({&unit, scope_token()});
+  if (c10::GradMode::is_enabled()) backward_plan_.push_back({&unit, scope});
+  if (!unit.forward_prefetch().empty()) {
+    for (auto* next : unit.forward_prefetch()) prefetch(next, /*requested=*/true);
+    return;
+  }
   const auto next = order_.size();
   if (prefetch_forward_ && former_order_.size() > next && former_order_[next - 1] == &unit)
     prefetch(former_order_[next]);
 }
 
 void Scheduler::read_in_backward(Unit& unit) {
-  const bool fresh = !unit.is_gathered() || !unit.is_read();
+  const auto token = scope_token();
+  const bool fresh = !unit.is_gathered() || !unit.is_read_in(token);
   ensure_gathered(unit);
-  unit.mark_read();
+  unit.mark_read(token);
   if (!fresh) return;
+  for (auto* next : unit.backward_prefetch()) prefetch(next, /*requested=*/true);
   auto found = std::find_if(backward_plan_.rbegin(), backward_plan_.rend(),
                             [&](const Planned& planned) { return planned.unit == &unit; });
   if (found == backward_plan_.rend()) return;
@@ -190,16 +220,19 @@ void Scheduler::read_in_backward(Unit& unit) {
   const auto next = former == backward_plan_.rend() ? Planned{nullptr, 0} : *former;
   // This unit's later entries are done; another forward's may still come.
   backward_plan_.erase(former.base(), backward_plan_.end());
+  if (!unit.backward_prefetch().empty()) return;
   // Not across scopes: whether another scope's graph is still alive may differ between ranks.
   if (next.unit != nullptr && next.scope_token == scope && next.unit->holds(scope) > 0) prefetch(next.unit);
 }
 
-void Scheduler::prefetch(Unit* unit) {
-  if (unit->is_gathered() || unit->is_gathering() || unit->shard_size() == 1) return;
+void Scheduler::prefetch(Unit* unit, bool requested) {
+  if (unit->is_gathered() || unit->is_gathering() || !unit->needs_gather()) return;
   start_gather(*unit);
+  if (requested) unit->mark_requested();
 }
 
 void Scheduler::start_gather(Unit& unit) {
+  if (observer_) observer_("all_gather", unit);
   unit.start_gather();
   GatheredPeaks now;
   for (auto& one : units_) {
@@ -218,6 +251,31 @@ void Scheduler::start_gather(Unit& unit) {
   peaks_.bytes = std::max(peaks_.bytes, now.bytes);
 }
 
+// ---- on request ----
+
+void Scheduler::unshard(Unit& unit, bool async) {
+  std::lock_guard lock(mutex_);
+  check_not_summoned("unshard");
+  check_values();
+  if (unit.is_gathered() && unit.is_stale()) free(unit, /*in_forward=*/false);
+  if (!unit.is_gathered() && !unit.is_gathering()) start_gather(unit);
+  if (!unit.is_read()) unit.mark_requested();
+  if (!async) unit.finish_gather();
+}
+
+void Scheduler::finish_unshard(Unit& unit) {
+  std::lock_guard lock(mutex_);
+  unit.finish_gather();
+}
+
+void Scheduler::reshard(Unit& unit) {
+  std::lock_guard lock(mutex_);
+  if (unit.has_pins() || unit.is_raw_accessed()) return;
+  free(unit, /*in_forward=*/false);
+  unit.drop_part();
+  if (current_ == &unit) current_ = nullptr;
+}
+
 // ---- summoned ----
 
 void Scheduler::summon() {
@@ -231,7 +289,7 @@ void Scheduler::summon() {
     dtensor::raise<dtensor::StateError>("SummonFull", "opened inside a backward, expected it outside of one");
   }
   check_values();
-  if (has_written()) compare_writes(units_.front()->group());
+  compare_writes(*units_.front()->context().mesh);
   try {
     prefetch(units_.front().get());
     for (size_t i = 0; i < units_.size(); ++i) {
@@ -289,26 +347,20 @@ void Scheduler::join_backward() {
   check_not_summoned("backward");
   if (ended_task != -1 && torch::autograd::get_current_graph_task_id() == ended_task) return;
   if (backward_task_ != -1 && !backward_failed(backward_task_)) return;
-  if (backward_task_ != -1) reset_iteration_state();
+  if (backward_task_ != -1) forget_iteration();
   backward_task_ = torch::autograd::get_current_graph_task_id();
   torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] { self->end_backward(); });
 }
 
 void Scheduler::end_backward() {
   std::lock_guard lock(mutex_);
-  for (auto& unit : units_) {
-    if (!unit->has_direct_gradients()) continue;
-    std::vector<size_t> indices;
-    std::vector<at::Tensor> gradients;
-    unit->merge_direct_gradients(indices, gradients);
-    start_reduction(*unit, indices, std::move(gradients), backward_task_);
-  }
-  finish_reductions();
+  reduce_leftovers();
+  if (is_last_backward_) finish_reductions();
   std::vector<std::pair<std::shared_ptr<Unit>, std::vector<Unit::AwaitingHooks>>> hooked;
   for (auto& unit : units_) hooked.emplace_back(unit, unit->take_awaiting_hooks());
   const EndedTask ended(std::exchange(backward_task_, -1));
   current_ = nullptr;
-  backward_plan_.clear();
+  if (is_last_backward_) backward_plan_.clear();
   // `model->forward(x).sum().backward()` ends here with its forward scope still open.
   if (depth_ == 0) {
     for (auto& unit : units_) unit->disconnect();
@@ -319,6 +371,7 @@ void Scheduler::end_backward() {
   for (auto& [unit, list] : hooked) {
     for (auto& awaiting : list) {
       unit->run_hooks(awaiting);
+      if (gradient_ready_) gradient_ready_(unit->parameters()[awaiting.index].tensor());
       ran = true;
     }
   }
@@ -330,7 +383,7 @@ void Scheduler::last_hold_released(Unit& unit) {
   if (!in_backward() || unit.has_pins() || unit.is_raw_accessed() || !unit.is_gathered()) return;
   // In an inner backward the outer one is in the middle of a node, which may use what another scope saved.
   if (torch::autograd::get_current_graph_task_id() != backward_task_ && unit.holds() > 0) return;
-  unit.reshard();
+  if (unit.settings().reshard_after_backward) free(unit, /*in_forward=*/false);
 }
 
 void Scheduler::reduce(Unit& unit, int64_t scope_token, std::vector<size_t> indices,
@@ -344,30 +397,80 @@ void Scheduler::reduce(Unit& unit, int64_t scope_token, std::vector<size_t> indi
   const bool inner = torch::autograd::get_current_graph_task_id() != backward_task_;
   const bool done =
       (inner ? unit.holds() : unit.holds(scope_token)) == 0 || torch::autograd::get_current_graph_task_keep_graph();
-  if (done && !unit.has_pins() && !unit.is_raw_accessed()) unit.reshard();
+  if (done && !unit.has_pins() && !unit.is_raw_accessed() && unit.settings().reshard_after_backward) {
+    free(unit, /*in_forward=*/false);
+  }
+  if (!unit.settings().gradient_sync) return unit.keep_unsynced(indices, std::move(gradients));
+  unit.merge_unsynced(indices, gradients);
   start_reduction(unit, indices, std::move(gradients), torch::autograd::get_current_graph_task_id());
 }
 
 void Scheduler::start_reduction(Unit& unit, const std::vector<size_t>& indices, std::vector<at::Tensor> gradients,
                                 int64_t task) {
-  finish_reductions();
-  const auto divisor = gradient_divide_factor_.value_or(static_cast<double>(unit.shard_size()));
-  auto reduction = unit.start_reduction(indices, std::move(gradients), divisor);
+  advance_reductions();
+  enqueue(unit, unit.start_reduction(indices, std::move(gradients)), task);
+}
+
+void Scheduler::enqueue(Unit& unit, std::optional<Reduction> reduction, int64_t task) {
   if (!reduction) return;
+  if (observer_) observer_("reduce", unit);
   reduction->task = task;
-  note_collective(2, unit, reduction->indices);
-  mix_history(std::bit_cast<uint64_t>(divisor));
+  std::vector<size_t> indices;
+  for (auto& part : reduction->parts) indices.push_back(part.index);
+  note_collective(2, unit, indices);
+  for (auto divisor : reduction->divisors) mix_history(std::bit_cast<uint64_t>(divisor));
   reductions_.emplace_back(&unit, std::move(*reduction));
 }
 
-void Scheduler::set_gradient_divide_factor(double factor) {
-  if (!(factor > 0) || std::isinf(factor)) {
-    dtensor::raise<dtensor::ValueError>("set_gradient_divide_factor", "factor ", factor,
-                                        ", expected a finite number above 0; the number of ranks gives means, 1 gives "
-                                        "sums");
+// Before another reduction starts: an all-reduce in flight ends, and the reduce-scatter behind it goes on to its own.
+void Scheduler::advance_reductions() {
+  while (!reductions_.empty() && (reductions_.size() > 1 || reductions_.front().second.all_reducing)) finish_front();
+  if (reductions_.empty()) return;
+  auto& [unit, reduction] = reductions_.front();
+  switch (unit->advance_reduction(reduction)) {
+    case Unit::Next::all_reduce:
+      return;
+    case Unit::Next::finish:
+      return finish_front();
+    case Unit::Next::kept:
+      reductions_.pop_front();
   }
-  std::lock_guard lock(mutex_);
-  gradient_divide_factor_ = factor;
+}
+
+// Lands the oldest reduction, whatever stage it is in.
+void Scheduler::finish_front() {
+  auto [unit, reduction] = std::move(reductions_.front());
+  reductions_.pop_front();
+  if (unit->advance_reduction(reduction) == Unit::Next::kept) return;
+  for (auto index : unit->finish_reduction(std::move(reduction))) {
+    if (gradient_ready_) gradient_ready_(unit->parameters()[index].tensor());
+  }
+}
+
+// What no node brought along in this backward: gradients that reached parameters past it, and those of earlier
+// backwards of units that this one did not touch.
+void Scheduler::reduce_leftovers() {
+  for (auto& unit : units_) {
+    std::vector<size_t> indices;
+    std::vector<at::Tensor> gradients;
+    unit->merge_direct_gradients(indices, gradients);
+    if (!unit->settings().gradient_sync) {
+      if (!indices.empty()) unit->keep_unsynced(indices, std::move(gradients));
+      continue;
+    }
+    unit->merge_unsynced(indices, gradients);
+    if (!indices.empty()) start_reduction(*unit, indices, std::move(gradients), backward_task_);
+  }
+  advance_reductions();
+  for (auto& unit : units_) {
+    if (auto reduction = unit->start_kept_reduction()) {
+      enqueue(*unit, std::move(reduction), backward_task_);
+      finish_front();
+    }
+  }
+  if (writes_ != compared_writes_ && !units_.empty() && units_.front()->context().replicate_size() > 1) {
+    compare_writes(*units_.front()->context().mesh);
+  }
 }
 
 void Scheduler::mix_history(uint64_t value) { history_ = (history_ ^ value) * 1099511628211ull + (history_ >> 29); }
@@ -394,16 +497,15 @@ void Scheduler::note_write(const std::string& what, uint64_t hash) {
   last_written_ = what;
 }
 
-void Scheduler::compare_writes(dtensor::Communicator& group) {
-  if (group.size() == 1) return;
+void Scheduler::compare_writes(const dtensor::DeviceMesh& mesh) {
+  if (mesh.size() == 1 || writes_ == 0) return;
   const auto own =
       at::full({1}, static_cast<int64_t>(writes_), at::TensorOptions(units_.front()->device()).dtype(at::kLong));
-  auto all = at::empty({group.size()}, own.options());
-  group.all_gather(all, own, {"all_gather", "what forwards wrote"})->wait();
-  const auto table = all.to(kHost);
-  for (int64_t rank = 0; rank < group.size(); ++rank) {
-    if (table[rank].item<int64_t>() != static_cast<int64_t>(writes_)) raise_unlike_writes(group.rank(), rank);
+  const auto table = dtensor::all_gather_rows(mesh, own, {"all_gather", "what forwards wrote"}).to(kHost);
+  for (int64_t rank = 0; rank < mesh.size(); ++rank) {
+    if (table[rank].item<int64_t>() != static_cast<int64_t>(writes_)) raise_unlike_writes(mesh.rank(), rank);
   }
+  compared_writes_ = writes_;
 }
 
 void Scheduler::raise_unlike_writes(int64_t rank, int64_t other) const {
@@ -420,15 +522,16 @@ void Scheduler::reduce_direct(Unit& unit, size_t index, const at::Tensor& gradie
 }
 
 void Scheduler::finish_reductions() {
-  while (!reductions_.empty()) {
-    auto [unit, reduction] = std::move(reductions_.front());
-    reductions_.pop_front();
-    unit->finish_reduction(std::move(reduction));
-  }
+  while (!reductions_.empty()) finish_front();
 }
 
 void Scheduler::reset_iteration_state() {
   std::lock_guard lock(mutex_);
+  forget_iteration();
+  for (auto& unit : units_) unit->drop_kept_gradients();
+}
+
+void Scheduler::forget_iteration() {
   reductions_.clear();
   backward_plan_.clear();
   order_.clear();
@@ -437,6 +540,7 @@ void Scheduler::reset_iteration_state() {
   for (auto& unit : units_) {
     unit->drop_gradients_in_flight();
     unit->disconnect();
+    unit->drop_part();
     if (summoned_ == 0) unit->reshard();
   }
 }

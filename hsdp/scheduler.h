@@ -31,8 +31,9 @@ struct GatheredPeaks {
 /// Forward: the first read of a unit ends the forward of all units that are neither its ancestors nor its descendants,
 /// gathers it, and starts the next one in the order of the last forward. Backward: what is unpacked is gathered, and
 /// the unit before it in this iteration's forward is started; a unit is freed when no saved tensor needs it; its
-/// gradients are reduced when autograd has them all, one reduction in flight at a time. At
-/// the end of the outermost backward everything in flight is finished and freed.
+/// gradients are reduced when autograd has them all: a reduce-scatter is waited for when the next one is due, and its
+/// all-reduce over replicas runs beside that. At the end of the outermost backward everything in flight is finished and
+/// freed.
 ///
 /// Threads: one thread owns a forward scope at a time; calls from autograd threads are serialised by a lock. All ranks
 /// must read units in the same order.
@@ -49,6 +50,15 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   /// Called when an outermost scope opens: throws if parameters were registered that no unit has.
   void set_registration_check(std::function<void()> check) { registration_check_ = std::move(check); }
   void recheck_values() { values_checked_ = false; }
+  /// Called with each parameter as soon as its reduced gradient of a backward is in `.grad`, on the thread that runs
+  /// the backward.
+  void set_gradient_ready(std::function<void(const at::Tensor& parameter)> ready) {
+    gradient_ready_ = std::move(ready);
+  }
+  /// Sees what happens, in order: "all_gather", "reshard", "reduce", with the unit. For traces and tests.
+  void set_observer(std::function<void(const char* event, const Unit& unit)> observer) {
+    observer_ = std::move(observer);
+  }
   void check_values();
 
   /// Opens a forward scope on this thread; scopes nest. Throws StateError while another thread is in one.
@@ -73,6 +83,12 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   /// Throws StateError for something that changes parameters or communicates, while they are summoned.
   void check_not_summoned(const char* where) const;
 
+  /// Gathers a unit before it is read; it stays until it is read and done with, or until reshard(). A collective.
+  void unshard(Unit& unit, bool async);
+  void finish_unshard(Unit& unit);
+  /// Frees it, unless an operator or autograd is using it right now.
+  void reshard(Unit& unit);
+
   /// Autograd has the full gradients of a unit.
   void reduce(Unit& unit, int64_t scope_token, std::vector<size_t> indices, std::vector<at::Tensor> gradients);
   void reduce_direct(Unit& unit, size_t index, const at::Tensor& gradient);
@@ -84,20 +100,17 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void note_write(const std::string& what, uint64_t hash);
   /// Throws StateError on all ranks when they have written unlike values so far. Collective; the next gather compares
   /// as well.
-  void compare_writes(dtensor::Communicator& group);
-  /// Whether this rank has written anything in a forward.
-  bool has_written() const { return writes_ != 0; }
+  void compare_writes(const dtensor::DeviceMesh& mesh);
   [[noreturn]] void raise_unlike_writes(int64_t rank, int64_t other) const;
 
-  /// Reduced gradients are sums over ranks divided by this, from the next reduction on. Unset: the number of ranks.
-  void set_gradient_divide_factor(double factor);
-  std::optional<double> gradient_divide_factor() const { return gradient_divide_factor_; }
+  /// Backwards that are not the last leave their reductions in flight and what they gathered ahead.
+  void set_is_last_backward(bool last) { is_last_backward_ = last; }
 
   const GatheredPeaks& peaks() const { return peaks_; }
   void reset_peaks() { peaks_ = GatheredPeaks(); }
 
-  /// After an exception in a step: forgets reductions and gathers in flight and frees everything. Gradients that landed
-  /// stay.
+  /// After an exception in a step: forgets reductions and gathers in flight and frees everything, gradients that waited
+  /// for a later backward included. Gradients that landed stay.
   void reset_iteration_state();
 
  private:
@@ -105,12 +118,19 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void read_summoned(Unit& unit) const;
   void read_in_backward(Unit& unit);
   void ensure_gathered(Unit& unit);
-  void prefetch(Unit* unit);
+  void prefetch(Unit* unit, bool requested = false);
   void start_gather(Unit& unit);
+  void free(Unit& unit, bool in_forward);
+  bool is_kept_by_backward(const Unit& unit) const;
+  void forget_iteration();
   /// Returns the unit's place in units().
   int64_t note_collective(int64_t kind, const Unit& unit, const std::vector<size_t>& indices);
   void mix_history(uint64_t value);
   void start_reduction(Unit& unit, const std::vector<size_t>& indices, std::vector<at::Tensor> gradients, int64_t task);
+  void enqueue(Unit& unit, std::optional<Reduction> reduction, int64_t task);
+  void advance_reductions();
+  void finish_front();
+  void reduce_leftovers();
   void join_backward();
   void end_backward();
   void finish_reductions();
@@ -132,6 +152,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   int64_t summoned_ = 0;
   std::thread::id owner_thread_;
   int64_t scope_id_ = 0;
+  bool records_regions_ = false;  // units of the open scope are checkpointed
   Unit* current_ = nullptr;
   std::vector<Unit*> order_, former_order_;  // gathers of this scope and of the last one
   bool prefetch_forward_ = true;
@@ -143,9 +164,11 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
 
   // backward
   int64_t backward_task_ = -1;
-  uint64_t writes_ = 0;
+  bool is_last_backward_ = true;
+  uint64_t writes_ = 0, compared_writes_ = 0;
   std::string last_written_;
-  std::optional<double> gradient_divide_factor_;
+  std::function<void(const at::Tensor&)> gradient_ready_;
+  std::function<void(const char*, const Unit&)> observer_;
   std::deque<std::pair<Unit*, Reduction>> reductions_;
 };
 

@@ -6,27 +6,17 @@
 #include <optional>
 #include <string>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "dtensor/device_mesh.h"
 #include "hsdp/construction/tape.h"
+#include "hsdp/fully_shard_options.h"
 #include "hsdp/scheduler.h"
 #include "hsdp/unit.h"
-#include "hsdp/unit_selector.h"
+#include "hsdp/unit_set.h"
 
 namespace hsdp {
-
-/// How fully_shard groups and places parameters.
-struct FullyShardOptions {
-  /// One axis, over which parameters are sharded. Null: all ranks of the current environment (init() is called if need
-  /// be).
-  std::shared_ptr<const dtensor::DeviceMesh> mesh = nullptr;
-  /// Submodules that gather together. What matches inside a match is a unit of its own; the root unit holds the rest.
-  UnitSelector units = {};
-  /// Free a unit's parameters when its forward ends and gather them again in backward. Unset: true for all units but
-  /// the root, as in FSDP2.
-  std::optional<bool> reshard_after_forward = std::nullopt;
-};
 
 /// The type-erased core of a fully sharded module: its units, its deferred tensors, and their way from meta to values.
 ///
@@ -35,8 +25,10 @@ struct FullyShardOptions {
 class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
  public:
   /// Validates, then turns every parameter of `module` into a sharded DTensor on meta, in place. Nothing changes when
-  /// it throws: NotSupportedError for parameters built outside meta_init, scalars, or strides that are not contiguous;
-  /// ValueError for a mesh of more than one axis, a selector that matches nothing, or a module without parameters.
+  /// it throws: NotSupportedError for parameters built outside meta_init, scalars that are not replicated, strides that
+  /// are not contiguous, or a mesh of more than two axes; ValueError for a selector or pattern that matches nothing, a
+  /// shard dim or group that does not fit, or a module without parameters. Collective where reshard_after_forward is an
+  /// integer, which takes groups of its own.
   static std::shared_ptr<ShardedModule> create(std::shared_ptr<torch::nn::Module> module,
                                                const FullyShardOptions& options);
 
@@ -44,7 +36,11 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   const std::vector<std::shared_ptr<Unit>>& units() const { return units_; }
   /// The scheduler in charge: that of the outermost fully_shard call around this module.
   std::shared_ptr<Scheduler> scheduler() const;
-  const std::shared_ptr<const dtensor::DeviceMesh>& mesh() const { return mesh_; }
+  const std::shared_ptr<const dtensor::DeviceMesh>& mesh() const { return context_->mesh; }
+  const MixedPrecisionPolicy& mixed_precision() const { return context_->mixed_precision; }
+  /// All units, or those of which a name matches. Throws ValueError, listing the names, where none does.
+  UnitSet unit_set() const;
+  UnitSet unit_set(const std::string& pattern) const;
 
   /// to_empty + reset_sharded_param + replay_init. Collective.
   void materialize(at::Device device);
@@ -66,9 +62,6 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   /// The same for buffers and captured tensors that have no value yet, after parameters came from elsewhere. Collective
   /// where any of these depends on random numbers.
   void replay_missing();
-
-  /// See FullySharded. Throws StateError for a part of a larger sharded module.
-  void set_gradient_divide_factor(double factor);
 
   /// Parameters, then buffers and captured tensors, that have no values yet, described for messages.
   std::vector<std::string> tensors_without_values() const;
@@ -92,12 +85,14 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   bool registers_others(torch::nn::Module& module) const;
   void check_registered() const;
   bool check_values();
+  void check_replicas() const;
+  std::vector<std::pair<std::string, at::Tensor>> locals_replicated_over(int64_t axis) const;
   void part_generators();
 
   std::shared_ptr<torch::nn::Module> module_;
-  std::shared_ptr<const dtensor::DeviceMesh> mesh_;
+  std::shared_ptr<const UnitContext> context_;
   std::vector<std::shared_ptr<Unit>> units_;
-  std::unordered_set<const c10::TensorImpl*> managed_;  // identities of the units' parameters
+  std::unordered_set<const c10::TensorImpl*> known_;  // identities of the units' parameters and of ignored ones
   std::shared_ptr<Scheduler> own_scheduler_;
   std::shared_ptr<dtensor::ParameterOwner> loose_owner_;
   std::vector<std::shared_ptr<Tape>> tapes_;

@@ -1,6 +1,8 @@
 #include "hsdp/sharded_parameter.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -9,6 +11,8 @@
 #include "dtensor/dtensor.h"
 #include "dtensor/error.h"
 #include "dtensor/inspect.h"
+#include "hsdp/host.h"
+#include "hsdp/launch/device.h"
 
 namespace hsdp {
 namespace {
@@ -38,6 +42,18 @@ at::Tensor registered_tensor(const std::vector<ParameterSlot>& slots) {
     }
   }
   return registered;
+}
+
+// Pinned memory is that of the process's accelerator, which a build may know and this machine not have, and which a
+// library from elsewhere need not offer.
+bool can_pin_memory_for(c10::DeviceType device) {
+  const auto accelerator = at::getAccelerator();
+  if (accelerator != device || device_count(device) == 0) return false;
+  try {
+    return at::globalContext().getAcceleratorHooksInterface(device).getPinnedMemoryAllocator() != nullptr;
+  } catch (const c10::Error&) {
+    return false;
+  }
 }
 
 // Neither the tensor nor its memory may be somebody else's as well. A DTensor holds its memory twice, as body and
@@ -75,6 +91,16 @@ void ShardedParameter::set_slots(std::vector<ParameterSlot> slots) {
   impl_->set_name(name());
 }
 
+std::optional<int64_t> ShardedParameter::shard_dim() const {
+  const auto& placement = initial_layout_->placements().back();
+  return placement.is_shard() ? std::optional(placement.dim()) : std::nullopt;
+}
+
+void ShardedParameter::offload(bool pin_memory) {
+  is_offloaded_ = true;
+  pins_memory_ = pin_memory && can_pin_memory_for(initial_layout_->mesh()->device_type());
+}
+
 void ShardedParameter::shard_on_meta() {
   c10::impl::ExcludeDispatchKeyGuard below(dtensor::kDTensorKey);
   c10::InferenceMode normal(false);
@@ -88,7 +114,9 @@ void ShardedParameter::shard_on_meta() {
 void ShardedParameter::replace_by_empty(at::Device device) {
   c10::impl::ExcludeDispatchKeyGuard below(dtensor::kDTensorKey);
   c10::InferenceMode normal(false);
-  auto empty = at::empty(layout().local().sizes, at::TensorOptions(device).dtype(layout().dtype()));
+  auto options = at::TensorOptions(is_offloaded_ ? c10::Device(kHost) : device).dtype(layout().dtype());
+  if (pins_memory_) options = options.pinned_memory(true);
+  auto empty = at::empty(layout().local().sizes, options);
   for (auto& slot : slots_) ModuleAccess::parameters(*slot.module)[slot.name] = empty;
 }
 
@@ -135,19 +163,24 @@ ShardedParameter::Reset ShardedParameter::plan_reset() const {
   if (source.layout() != at::kStrided) {
     raise<ValueError>(kReset, "parameter \"", name(), "\" given a ", source.layout(), " tensor, expected a dense one");
   }
-  if (source.device().type() != layout().mesh()->device_type()) {
+  const auto home = is_offloaded_ ? kHost : layout().mesh()->device_type();
+  if (source.device().type() != home) {
     raise<ValueError>(kReset, "parameter \"", name(), "\" given a tensor on ", source.device(), ", expected ",
-                      c10::DeviceTypeName(layout().mesh()->device_type(), true), " as its mesh has");
+                      c10::DeviceTypeName(home, true),
+                      is_offloaded_ ? ", where offloaded shards live" : " as its mesh has");
   }
   const auto padded_sizes = layout().padded_local_sizes();
   if (healthy_epoch_ == impl_->local_epoch() && !reset.adopted) {
     reset.local = source;  // Only the body is stale.
-  } else if (source.is_contiguous() && source.sizes().equals(padded_sizes) && !source.is_inference()) {
+  } else if (source.is_contiguous() && source.sizes().equals(padded_sizes) && !source.is_inference() &&
+             (!pins_memory_ || source.is_pinned())) {
     reset.local = dtensor::raw_alias(source);
   } else {
-    // Old padding is never read: only the actual rows are copied in front of zeros.
-    auto padded = at::zeros(padded_sizes, source.options().requires_grad(false));
-    auto local = dtensor::narrow_to_box(padded, {std::vector<int64_t>(box.sizes.size(), 0), box.sizes});
+    // Old padding is never read: only the actual elements are copied in front of zeros.
+    auto options = source.options().requires_grad(false);
+    if (pins_memory_) options = options.pinned_memory(true);
+    auto padded = at::zeros({c10::multiply_integers(padded_sizes)}, options);
+    auto local = padded.narrow(0, 0, c10::multiply_integers(box.sizes)).view(box.sizes);
     local.copy_(source);
     reset.local = dtensor::raw_alias(local);
   }
@@ -174,7 +207,13 @@ at::Tensor ShardedParameter::padded_shard() const {
   c10::impl::ExcludeDispatchKeyGuard below(dtensor::kDTensorKey);
   at::NoGradGuard no_grad;
   const auto local = dtensor::raw_alias(impl_->local());
-  return local.as_strided({c10::multiply_integers(layout().padded_local_sizes())}, {1}, local.storage_offset());
+  const auto padded_sizes = layout().padded_local_sizes();
+  if (shard_dim().value_or(0) != 0 && !local.sizes().equals(padded_sizes)) {
+    auto padded = at::zeros(padded_sizes, local.options());
+    dtensor::narrow_to_box(padded, {std::vector<int64_t>(padded_sizes.size(), 0), local.sizes().vec()}).copy_(local);
+    return padded.view({-1});
+  }
+  return local.as_strided({c10::multiply_integers(padded_sizes)}, {1}, local.storage_offset());
 }
 
 }  // namespace hsdp

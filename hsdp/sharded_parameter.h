@@ -3,12 +3,15 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "dtensor/dtensor_impl.h"
 #include "dtensor/layout.h"
 #include "hsdp/construction/tape.h"
+#include "hsdp/fully_shard_options.h"
 #include "hsdp/module_access.h"
 
 namespace hsdp {
@@ -31,6 +34,13 @@ class ShardedParameter {
   /// The same places under other paths, once a larger module wraps this one.
   void set_slots(std::vector<ParameterSlot> slots);
   const dtensor::Layout& layout() const { return *impl_->layout(); }
+  /// The tensor dim that the shard axis (the mesh's last) splits; none where every rank holds the whole.
+  std::optional<int64_t> shard_dim() const;
+  /// How it travels, null where as its own bytes.
+  const std::shared_ptr<const AllGatherExtension>& extension() const { return extension_; }
+  void set_extension(std::shared_ptr<const AllGatherExtension> extension) { extension_ = std::move(extension); }
+  /// Shards live in host memory, page-locked with `pin_memory`, whatever the mesh's device is.
+  void offload(bool pin_memory);
   bool is_materialized() const { return !impl_->local().is_meta(); }
   /// The construction that made the parameter, and its value there.
   const std::shared_ptr<Tape>& tape() const { return tape_; }
@@ -59,7 +69,8 @@ class ShardedParameter {
 
   /// True when the local that was last installed by a reset is still there.
   bool is_healthy() const;
-  /// The padded shard as communication sees it: 1-D, padded_local_sizes elements, on the local's storage.
+  /// The padded shard as communication sees it: 1-D, padded_local_sizes elements. On the local's storage, but for a
+  /// short shard of another dim than 0.
   at::Tensor padded_shard() const;
 
  private:
@@ -70,6 +81,8 @@ class ShardedParameter {
   std::shared_ptr<Tape> tape_;
   ValueId value_;
   uint64_t healthy_epoch_ = 0;
+  std::shared_ptr<const AllGatherExtension> extension_;
+  bool is_offloaded_ = false, pins_memory_ = false;
 };
 
 }  // namespace hsdp

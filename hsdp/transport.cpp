@@ -187,6 +187,8 @@ class GroupedTransport final : public TransportBase {
  public:
   using TransportBase::TransportBase;
 
+  bool packs() const override { return false; }
+
   std::shared_ptr<Work> all_gather(c10::ArrayRef<TensorPair> pairs, OperationName name) override {
     return grouped(Kind::gather, pairs, name,
                    [&](const TensorPair& pair) { communicator_->all_gather(pair.full, pair.shard, name); });
@@ -217,6 +219,8 @@ class GroupedTransport final : public TransportBase {
 class LocalTransport final : public TransportBase {
  public:
   using TransportBase::TransportBase;
+
+  bool packs() const override { return false; }
 
   std::shared_ptr<Work> all_gather(c10::ArrayRef<TensorPair> pairs, OperationName name) override {
     return each(Kind::gather, pairs, name,

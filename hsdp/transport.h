@@ -34,6 +34,8 @@ class Transport {
   virtual std::shared_ptr<dtensor::Work> reduce_scatter(c10::ArrayRef<TensorPair> pairs,
                                                         dtensor::OperationName name) = 0;
 
+  /// Whether one pair that holds everything costs less than several.
+  virtual bool packs() const { return true; }
   virtual dtensor::Communicator& communicator() const = 0;
 };
 

@@ -8,6 +8,7 @@
 
 #include "dtensor/dtensor.h"
 #include "dtensor/error.h"
+#include "hsdp/name_pattern.h"
 
 namespace hsdp {
 namespace {
@@ -41,8 +42,9 @@ std::string member_name(std::string path) {
 
 }  // namespace
 
-UnitGroups::UnitGroups(torch::nn::Module& root, const UnitSelector& selector) {
-  groups.push_back({"", &root, {}});
+UnitGroups::UnitGroups(torch::nn::Module& root, const UnitSelector& selector, const std::vector<std::string>& patterns)
+    : ignored_patterns_(patterns) {
+  groups.push_back({"", {&root}, {}});
   std::vector<bool> used(selector.rules().size(), false);
   Names names;
   visit(root, "", 0, selector, used, names);
@@ -53,7 +55,40 @@ UnitGroups::UnitGroups(torch::nn::Module& root, const UnitSelector& selector) {
                                         names.types.empty() ? "none" : list(names.types, 12), ", the names ",
                                         names.paths.empty() ? "none" : list(names.paths, 12));
   }
+  take_ignored();
   find_orphans();
+}
+
+// Only once all slots are known: a tied parameter is ignored under any of its names.
+void UnitGroups::take_ignored() {
+  std::vector<std::string> names;
+  for (auto& group : groups) {
+    for (auto& parameter : group.parameters) {
+      for (auto& slot : parameter.slots) names.push_back(slot.path);
+    }
+  }
+  check_patterns_match("ignored", ignored_patterns_, names);
+  for (auto& group : groups) {
+    auto kept = std::move(group.parameters);
+    group.parameters.clear();
+    for (auto& parameter : kept) {
+      const bool is_ignored = matches_any(ignored_patterns_, parameter.slots);
+      if (is_ignored) parameters.erase(parameter.tensor.unsafeGetTensorImpl());
+      (is_ignored ? ignored : group.parameters).push_back(std::move(parameter));
+    }
+  }
+}
+
+size_t UnitGroups::group_of_match(const UnitSelector::Rule& rule, const std::string& path,
+                                  const torch::nn::Module& module) {
+  for (size_t i = 0; rule.together && i < groups.size(); ++i) {
+    if (groups[i].together != rule.together.get()) continue;
+    groups[i].path += ", " + path;
+    groups[i].modules.push_back(&module);
+    return i;
+  }
+  groups.push_back({path, {&module}, {}, rule.together.get()});
+  return groups.size() - 1;
 }
 
 void UnitGroups::visit(torch::nn::Module& module, const std::string& path, size_t group, const UnitSelector& selector,
@@ -72,8 +107,7 @@ void UnitGroups::visit(torch::nn::Module& module, const std::string& path, size_
       if (!selector.rules()[i].matches(child_path, *child.value())) continue;
       used[i] = true;
       if (child_group != group) continue;
-      child_group = groups.size();
-      groups.push_back({child_path, child.value().get(), {}});
+      child_group = group_of_match(selector.rules()[i], child_path, *child.value());
     }
     visit(*child.value(), child_path, child_group, selector, used, names);
   }
@@ -124,6 +158,25 @@ const UnitGroups::Parameter* UnitGroups::shared_parameter_like(const at::Tensor&
     }
   }
   return nullptr;
+}
+
+void check_patterns_match(const char* option, const std::vector<std::string>& patterns,
+                          const std::vector<std::string>& names) {
+  for (auto& pattern : patterns) {
+    const bool used = std::any_of(names.begin(), names.end(),
+                                  [&](const std::string& name) { return matches_pattern(pattern, name); });
+    if (used) continue;
+    dtensor::raise<dtensor::ValueError>(kWhere, option, " pattern \"", pattern,
+                                        "\" matches none of the parameters, expected at least one; they are ",
+                                        names.empty() ? "none" : list({names.begin(), names.end()}, 12));
+  }
+}
+
+bool matches_any(const std::vector<std::string>& patterns, const std::vector<ParameterSlot>& slots) {
+  return std::any_of(patterns.begin(), patterns.end(), [&](const std::string& pattern) {
+    return std::any_of(slots.begin(), slots.end(),
+                       [&](const ParameterSlot& slot) { return matches_pattern(pattern, slot.path); });
+  });
 }
 
 }  // namespace hsdp

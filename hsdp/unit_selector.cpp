@@ -1,24 +1,10 @@
 #include "hsdp/unit_selector.h"
 
-#include <string_view>
+#include <utility>
+
+#include "hsdp/name_pattern.h"
 
 namespace hsdp {
-namespace {
-
-bool matches(std::string_view pattern, std::string_view text) {
-  if (pattern.empty()) return text.empty();
-  if (pattern.front() != '*') {
-    return !text.empty() && pattern.front() == text.front() && matches(pattern.substr(1), text.substr(1));
-  }
-  const bool across_dots = pattern.starts_with("**");
-  const auto rest = pattern.substr(across_dots ? 2 : 1);
-  for (size_t taken = 0;; ++taken) {
-    if (matches(rest, text.substr(taken))) return true;
-    if (taken == text.size() || (!across_dots && text[taken] == '.')) return false;
-  }
-}
-
-}  // namespace
 
 UnitSelector UnitSelector::operator|(const UnitSelector& other) const {
   auto joined = *this;
@@ -28,8 +14,18 @@ UnitSelector UnitSelector::operator|(const UnitSelector& other) const {
 
 UnitSelector each(const std::string& pattern) {
   return UnitSelector({"each(\"" + pattern + "\")", [pattern](const std::string& path, const torch::nn::Module&) {
-                         return matches(pattern, path);
+                         return matches_pattern(pattern, path);
                        }});
+}
+
+UnitSelector together(const UnitSelector& selector) {
+  UnitSelector joined;
+  const auto unit = std::make_shared<const int>();
+  for (auto rule : selector.rules()) {
+    rule.together = unit;
+    joined = joined | UnitSelector(std::move(rule));
+  }
+  return joined;
 }
 
 }  // namespace hsdp

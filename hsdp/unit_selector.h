@@ -12,13 +12,16 @@
 
 namespace hsdp {
 
-/// Picks the submodules that become units: by type, by name pattern, or several of these joined with `|`. A plain
-/// value. A selector that matches nothing is refused by fully_shard, which lists the types and names that are there.
+/// Picks the submodules that become units: by type, by name pattern, or several of these joined with `|`; each match is
+/// a unit, or all are one with together(). A plain value. A selector that matches nothing is refused by fully_shard,
+/// which lists the types and names that are there.
 class UnitSelector {
  public:
   struct Rule {
     std::string description;
     std::function<bool(const std::string& path, const torch::nn::Module& module)> matches;
+    /// Rules that share one of these form one unit; null: a unit for each match.
+    std::shared_ptr<const int> together = nullptr;
   };
 
   UnitSelector() = default;
@@ -48,5 +51,8 @@ UnitSelector each() {
 /// Every module whose qualified name matches: `*` stands for any characters but a dot, `**` for any characters.
 /// `each("layers.*")` matches "layers.0" and not "layers.0.mlp".
 UnitSelector each(const std::string& pattern);
+
+/// One unit of everything that `selector` picks: together(each("norm") | each("head")).
+UnitSelector together(const UnitSelector& selector);
 
 }  // namespace hsdp

@@ -13,6 +13,7 @@
 #include "dtensor/collective.h"
 #include "dtensor/dtensor.h"
 #include "dtensor/error.h"
+#include "dtensor/mesh_collectives.h"
 #include "hsdp/agreement.h"
 #include "hsdp/registered_tensors.h"
 #include "hsdp/weights_file.h"
@@ -29,9 +30,9 @@ bool on_meta(const RegisteredTensor& target) {
                                      : dtensor::dtensor_impl(target.tensor) != nullptr;
 }
 
-void broadcast_from_rank_0(dtensor::Communicator& group, const at::Tensor& tensor, const std::string& subject) {
+void broadcast_from_rank_0(const dtensor::DeviceMesh& mesh, const at::Tensor& tensor, const std::string& subject) {
   dtensor::CollectiveGuard guard;
-  group.broadcast(tensor.view({-1}).view(at::kByte), 0, {"broadcast", subject})->wait();
+  dtensor::broadcast(mesh, tensor.view({-1}).view(at::kByte), 0, {"broadcast", subject});
 }
 
 }  // namespace
@@ -61,16 +62,16 @@ void copy_values(const std::shared_ptr<ShardedModule>& sharded, const torch::nn:
 
 void load(const std::shared_ptr<ShardedModule>& sharded, const std::string& path) {
   constexpr auto kWhere = "load";
-  auto& group = communicator_of(*sharded, kWhere);
+  const auto& mesh = mesh_of(*sharded, kWhere);
   const auto device = device_of(*sharded);
   const auto targets = registered_tensors(*sharded);
   std::optional<WeightsFile> file;
   std::vector<const TensorRecord*> records(targets.size());  // rank 0's; null: keeps its value
   constexpr int64_t kNotInFile = -1;
   auto dtypes = at::full({static_cast<int64_t>(targets.size())}, kNotInFile, at::kLong);
-  agree(group, device, kWhere, [&] {
+  agree(mesh, device, kWhere, [&] {
     sharded->scheduler()->check_not_summoned(kWhere);
-    if (group.rank() != 0) return;
+    if (mesh.rank() != 0) return;
     file.emplace(path);
     std::vector<ValueSource> sources;
     std::set<std::string> names;
@@ -93,20 +94,20 @@ void load(const std::shared_ptr<ShardedModule>& sharded, const std::string& path
     }
   });
   auto shared_dtypes = dtypes.to(device);
-  broadcast_from_rank_0(group, shared_dtypes, kWhere);
+  broadcast_from_rank_0(mesh, shared_dtypes, kWhere);
   dtypes = shared_dtypes.to(dtypes.device());
   if (std::any_of(targets.begin(), targets.end(), on_meta)) {
-    agree(group, device, kWhere, [&] { sharded->to_empty(device); });
+    agree(mesh, device, kWhere, [&] { sharded->to_empty(device); });
   }
   for (size_t i = 0; i < targets.size(); ++i) {
     const auto dtype = dtypes[static_cast<int64_t>(i)].item<int64_t>();
     if (dtype == kNotInFile) continue;
     at::Tensor whole;
-    agree(group, device, kWhere, [&] {
+    agree(mesh, device, kWhere, [&] {
       const auto options = at::TensorOptions(device).dtype(static_cast<at::ScalarType>(dtype));
       whole = file ? file->read(*records[i]).to(device).contiguous() : at::empty(targets[i].tensor.sizes(), options);
     });
-    broadcast_from_rank_0(group, whole, targets[i].names.front());
+    broadcast_from_rank_0(mesh, whole, targets[i].names.front());
     set_value(targets[i], whole);
   }
   sharded->replay_missing();

@@ -54,6 +54,16 @@ set(cuda -DTorch_DIR=${WORK}/torch -DCUDAToolkit_ROOT=${WORK}/toolkit -DHSDP_WIT
 expect(works "CUDA off (${why})" ${cuda})
 expect(refused "[hsdp] HSDP_WITH_CUDA=ON, but ${why}." ${cuda} -DHSDP_WITH_CUDA=ON)
 
+# --- a libtorch without its Python: nothing to compare with ---
+if(GLOO_HEADERS)
+  expect(works "fsdp2_cross_check_test is left out: no Python has the torch in ${WORK}/torch; HSDP_PYTHON may name one"
+    -DTorch_DIR=${WORK}/torch -DHSDP_WITH_CUDA=OFF -DHSDP_GLOO_INCLUDE_DIR=${GLOO_HEADERS})
+  execute_process(COMMAND "${CMAKE_CTEST_COMMAND}" --test-dir "${WORK}/build" -N OUTPUT_VARIABLE tests)
+  if(tests MATCHES "fsdp2_cross_check_test" OR NOT tests MATCHES "multi\\.parity_test")
+    message(SEND_ERROR "Without the Python of torch the tests are\n${tests}")
+  endif()
+endif()
+
 # --- no torch, and another torch ---
 file(WRITE "${WORK}/old_torch/include/torch/csrc/api/include/torch/torch.h" "")
 file(WRITE "${WORK}/old_torch/include/torch/headeronly/version.h"

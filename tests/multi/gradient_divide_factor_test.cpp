@@ -165,21 +165,30 @@ TEST(DivideFactorThat, IsNoNumberAboveZeroIsRefusedAndChangesNothing) {
   });
 }
 
-TEST(DivideFactorThat, IsSetOnAPartIsRefused) {
+TEST(DivideFactorThat, IsSetOnAPartCountsForItsUnits) {
   run_ranks(2, [](RankContext& context) {
     auto mesh = context.environment().mesh();
     auto net = hsdp::meta_init([] { return torch::nn::Sequential(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4)); });
     auto part = hsdp::fully_shard(net->ptr<torch::nn::LinearImpl>(0), {.mesh = mesh});
     part.set_gradient_divide_factor(1);
-    expect_error<dtensor::StateError>([&] { hsdp::fully_shard(net, {.mesh = mesh}); },
-                                      "has a gradient divide factor of 1, expected none yet", "outermost");
-    auto other =
-        hsdp::meta_init([] { return torch::nn::Sequential(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4)); });
-    auto inner = hsdp::fully_shard(other->ptr<torch::nn::LinearImpl>(0), {.mesh = mesh});
-    auto outer = hsdp::fully_shard(other, {.mesh = mesh});
-    expect_error<dtensor::StateError>([&] { inner.set_gradient_divide_factor(1); },
-                                      "is part of a larger sharded module", "outermost");
-    outer.set_gradient_divide_factor(1);
+    auto model = hsdp::fully_shard(net, {.mesh = mesh});
+    model.materialize(context.environment().device());
+    const auto bias = [&](size_t index) { return net->ptr<torch::nn::LinearImpl>(index)->bias; };
+    const auto gradient = [&](size_t index) { return hsdp::unsharded(bias(index).grad()).sum().item<double>(); };
+    const auto x = torch::ones({3, 4});
+    model->forward(x).sum().backward();
+    const auto summed = gradient(0);
+    EXPECT_EQ(gradient(1), 3 * 4) << "the mean over ranks that do the same";
+    model.units("root").set_gradient_divide_factor(1);
+    model.units("0").set_gradient_divide_factor(2);
+    net->zero_grad();
+    model->forward(x).sum().backward();
+    EXPECT_EQ(gradient(0), summed / 2);
+    EXPECT_EQ(gradient(1), 2 * 3 * 4);
+    part.set_gradient_divide_factor(4);
+    net->zero_grad();
+    model->forward(x).sum().backward();
+    EXPECT_EQ(gradient(0), summed / 4);
   });
 }
 

@@ -239,7 +239,8 @@ TEST_F(HsdpTrain, TrainsAloneAndOnSeveralRanksAlike) {
     EXPECT_LT(objects.back().at("loss"), 3.5);
 
     EXPECT_EQ(int(lines_with("step ", results[0].out).size()), steps) << results[0].out;
-    EXPECT_EQ(lines_with("model: ", results[0].out), std::vector<std::string>{"model: 13392 parameters"});
+    EXPECT_EQ(lines_with("model: ", results[0].out),
+              std::vector<std::string>{"model: 13392 parameters on mesh(cpu, shard=" + std::to_string(count) + ")"});
     EXPECT_EQ(lines_with("sample", results[0].out).size(), 0u);
     EXPECT_EQ(results[0].err, count == 1 ? "hsdp: 1 rank, alone, cpu\n"
                                          : "hsdp: " + std::to_string(count) + " ranks from torchrun, gloo, cpu\n");
@@ -286,6 +287,144 @@ TEST_F(HsdpTrain, SetLaysValuesOverTheFileAndTheLastOneWins) {
        {"  lr: 0.25\n", "  decay: constant\n", "  steps: 10\n", "  log_every: 4\n", "  beta1: 0.9\n"}) {
     EXPECT_EQ(count_of(line, resolved), 1) << line << resolved;
   }
+}
+
+TEST_F(HsdpTrain, FusedOptimizersAndGroupsTrainAsTheStockOnes) {
+  const std::string no_decay = R"(optimizer.no_decay=["**norm**", "model.layers.0.*.*.weight"])";
+  const auto train = [&](const std::string& name, bool groups, const std::string& folder) {
+    Arguments arguments = {"--config", "config.yaml",
+                           "--set",    "optimizer.name=" + name,
+                           "--set",    "optimizer.weight_decay=2",
+                           "--set",    "optimizer.momentum=0.5",
+                           "--set",    "metrics.folder=" + folder};
+    if (groups) arguments.insert(arguments.end(), {"--set", no_decay});
+    expect_success(run(2, arguments));
+    return losses(folder);
+  };
+  for (const std::string name : {"adamw", "sgd"}) {
+    const auto stock = train(name, true, name), fused = train("fused_" + name, true, "fused_" + name);
+    ASSERT_EQ(stock.size(), 6u);
+    ASSERT_EQ(fused.size(), 6u);
+    for (size_t i = 0; i < 6; ++i) EXPECT_NEAR(fused[i], stock[i], 1e-4 * stock[i]) << name << " at " << i;
+    const auto without_groups = train(name, false, name + "_decayed");
+    EXPECT_EQ(without_groups.front(), stock.front());
+    EXPECT_GT(std::abs(without_groups.back() - stock.back()), 1e-3) << name;
+  }
+}
+
+// ---- modes ----
+
+/// A way to train that gives the numbers of the sharded run in float32, to rounding.
+struct Mode {
+  std::string name;
+  int ranks;
+  /// A configuration that comes with the project, its model and data replaced; none: that of this file.
+  std::string config;
+  std::vector<std::string> overrides;
+  std::string mesh;
+  double tolerance = 1e-5;
+};
+
+std::ostream& operator<<(std::ostream& out, const Mode& mode) { return out << mode.name; }
+
+class HsdpTrainMode : public HsdpTrain, public ::testing::WithParamInterface<Mode> {};
+INSTANTIATE_TEST_SUITE_P(
+    All, HsdpTrainMode,
+    ::testing::Values(
+        Mode{"DataParallel", 2, "data_parallel.yaml", {}, "replicate=2, shard=1"},
+        Mode{"Hybrid", 4, "hybrid.yaml", {}, "replicate=2, shard=2"},
+        Mode{"MixedPrecision", 2, "mixed_precision.yaml", {}, "shard=2", 1e-2},
+        Mode{"HybridInMixedPrecision",
+             4,
+             "mixed_precision.yaml",
+             {"parallelism.replicate=2"},
+             "replicate=2, shard=2",
+             1e-2},
+        Mode{"HalfWithAGradientScaler",
+             2,
+             "",
+             {"mixed_precision.param_dtype=float16", "optimizer.name=fused_adamw"},
+             "shard=2",
+             1e-2},
+        Mode{"KeptAfterForward", 2, "", {"parallelism.reshard_after_forward=false"}, "shard=2"},
+        Mode{"KeptAmongNeighbours", 4, "", {"parallelism.reshard_after_forward=2"}, "shard=4"},
+        Mode{"Accumulation", 2, "", {"training.gradient_accumulation=4"}, "shard=2"},
+        Mode{"AccumulationInTheHybrid", 4, "hybrid.yaml", {"training.gradient_accumulation=2"}, "replicate=2, shard=2"},
+        Mode{"ActivationCheckpoint", 2, "", {"training.activation_checkpoint=full"}, "shard=2"},
+        Mode{"OneBlockCheckpointed", 2, "", {R"(training.activation_checkpoint=["model.layers.1"])"}, "shard=2"},
+        Mode{"Offload", 2, "", {"offload.to_host=true"}, "shard=2"}),
+    [](const auto& which) { return which.param.name; });
+
+TEST_P(HsdpTrainMode, TrainsAsTheShardedRunInFloatDoes) {
+  const Mode& mode = GetParam();
+  const auto train = [&](const std::string& config, int ranks, std::vector<std::string> overrides,
+                         const std::string& folder, const std::string& mesh) {
+    const std::vector<std::string> small = {"model.hidden_size=16",
+                                            "model.intermediate_size=32",
+                                            "model.n_layers=2",
+                                            "model.n_heads=2",
+                                            "model.max_sequence_length=32",
+                                            "data.path=text.bin",
+                                            "training.steps=6",
+                                            "training.global_batch_size=8",
+                                            "training.sequence_length=32",
+                                            "optimizer.lr=0.01",
+                                            "comm.backend=gloo",
+                                            "metrics.log_every=1",
+                                            "optimizer.beta2=0.95",
+                                            "optimizer.weight_decay=0.1",
+                                            "lr_schedule.warmup_steps=2",
+                                            "lr_schedule.min_lr_factor=0.1"};
+    overrides.insert(overrides.begin(), small.begin(), small.end());
+    overrides.push_back("metrics.folder=" + folder);
+    Arguments arguments = {"--config", config};
+    for (const auto& each : overrides) arguments.insert(arguments.end(), {"--set", each});
+    const auto results = run(ranks, arguments);
+    expect_success(results);
+    EXPECT_THAT(results[0].out, HasSubstr("parameters on mesh(cpu, " + mesh + ")\n"));
+    return metrics(folder);
+  };
+  // The same for all modes.
+  static const auto plain = train("config.yaml", 2, {}, "plain", "shard=2");
+  const auto config = mode.config.empty() ? "config.yaml" : std::string(HSDP_SOURCE_DIR "/configs/") + mode.config;
+  const auto trained = train(config, mode.ranks, mode.overrides, "mode", mode.mesh);
+  ASSERT_EQ(plain.size(), 6u);
+  ASSERT_EQ(trained.size(), 6u);
+  bool differs = false;
+  for (size_t i = 0; i < 6; ++i) {
+    const double loss = plain[i].at("loss"), norm = plain[i].at("grad_norm");
+    EXPECT_NEAR(trained[i].at("loss"), loss, mode.tolerance * loss) << "step " << i + 1;
+    EXPECT_NEAR(trained[i].at("grad_norm"), norm, 10 * mode.tolerance * norm) << "step " << i + 1;
+    EXPECT_EQ(trained[i].at("tokens"), (i + 1) * 8 * 32);
+    differs = differs || std::abs(trained[i].at("loss").get<double>() - loss) > 1e-5 * loss;
+  }
+  EXPECT_LT(plain.back().at("loss").get<double>(), 0.97 * plain.front().at("loss").get<double>());
+  // Sixteen bits leave traces.
+  EXPECT_EQ(differs, mode.tolerance > 1e-5);
+}
+
+// A scale that no gradient bears: steps are skipped and the scale falls until one is taken.
+TEST_F(HsdpTrain, AGradientScalerSkipsStepsUntilItsScaleFits) {
+  const Arguments arguments = {"--config", "config.yaml",           "--set", "mixed_precision.param_dtype=float16",
+                               "--set",    "grad_scaler.scale=1e9", "--set", "training.steps=25"};
+  const auto results = run(2, arguments);
+  expect_success(results);
+  const auto objects = metrics("run");
+  ASSERT_EQ(objects.size(), 25u);
+  EXPECT_TRUE(objects.front().at("grad_norm").is_null());
+  EXPECT_TRUE(objects.back().at("grad_norm").is_number());
+  EXPECT_NEAR(objects[1].at("loss"), objects[0].at("loss"), 0.2);
+  EXPECT_LT(objects.back().at("loss").get<double>(), 0.97 * objects.front().at("loss").get<double>());
+}
+
+TEST_F(HsdpTrain, APatternThatFitsNoParameterIsToldOnce) {
+  const auto results = run(2, {"--config", "config.yaml", "--set", R"(optimizer.no_decay=["**.bais"])"});
+  for (const auto& result : results) EXPECT_EQ(result.exit_code, 2) << describe(results);
+  EXPECT_EQ(count_of("[parameter_groups] pattern \"**.bais\" fits no parameter, expected at least one; those that "
+                     "require grad are \"model.embed_tokens.weight\", ",
+                     all_output(results)),
+            1)
+      << describe(results);
 }
 
 TEST_F(HsdpTrain, PrintsATextSampleOnce) {
@@ -405,9 +544,18 @@ const std::vector<Mistake> kMistakes = {
     {"ShardThatDoesNotFitTheWorld", with_set({"parallelism.shard=4"}),
      "[parallelism] replicate 1 x shard 4 = 4 ranks, launched with 2; launch that many or set parallelism.shard to "
      "auto"},
-    {"Replicate", with_set({"parallelism.replicate=2"}),
-     "[config] parallelism.replicate is 2, expected 1: replicated groups of shards are not supported; use "
-     "parallelism.shard alone"},
+    {"ReplicasThatDoNotFitTheWorld", with_set({"parallelism.replicate=3"}),
+     "[parallelism] replicate 3 x shard 1 = 3 ranks, launched with 2; launch a multiple of parallelism.replicate"},
+    {"ReshardAmongMoreRanksThanThereAre", with_set({"parallelism.reshard_after_forward=3"}),
+     "[reshard_after_forward] group of 3 ranks on a shard axis of 2, expected a number that divides it; true frees "
+     "everything"},
+    {"ActivationCheckpointOfNoBlock", with_set({R"(training.activation_checkpoint=["model.layer.*"])"}),
+     "[fully_shard] activation_checkpoint each(\"model.layer.*\") matches none of the submodules, expected at least "
+     "one "
+     "that is a unit"},
+    {"MicroBatchesThatDoNotFitTheBatch", with_set({"training.gradient_accumulation=2"}),
+     "[data] global_batch_size 6 over 2 ranks, expected a multiple of the ranks times training.gradient_accumulation "
+     "2"},
     {"BatchThatRanksDoNotDivide", with_set({"training.global_batch_size=5"}),
      "[data] global_batch_size 5 over 2 ranks, expected a multiple of the ranks"},
     {"TokenBeyondTheVocabulary", with_set({"model.vocab_size=100"}), "[data] text.bin: token ",

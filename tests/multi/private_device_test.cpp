@@ -7,7 +7,6 @@
 
 #include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "dtensor/dtensor.h"
@@ -21,6 +20,7 @@
 #include "tests/testing/modules.h"
 #include "tests/testing/multi_process.h"
 #include "tests/testing/offline_mesh.h"
+#include "tests/testing/on_device.h"
 #include "tests/testing/parity.h"
 #include "tests/testing/staged_backend.h"
 
@@ -32,30 +32,7 @@ using dtensor::Shard;
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 
-class Registered : public ::testing::Environment {
- public:
-  void SetUp() override {
-    register_private_device();
-    hsdp::register_backend("staged", kType, make_staged_backend);
-  }
-};
-[[maybe_unused]] const auto* const registered = ::testing::AddGlobalTestEnvironment(new Registered);
-
-/// Ranks on devices npu:0, npu:1, ...; init finds the device and its backend by itself.
-void run_on_device(int ranks, const std::function<void(RankContext&)>& body, RunOptions options = {}) {
-  options.make_environment = false;
-  run_ranks(
-      ranks,
-      [&](RankContext& context) {
-        torch::set_default_dtype(torch::scalarTypeToTypeMeta(torch::kFloat64));
-        auto store = c10::make_intrusive<c10d::FileStore>(context.directory() + "/store", context.world_size());
-        hsdp::InitOptions init;
-        init.timeout = options.communication_timeout;
-        context.set_environment(hsdp::init_from(std::move(store), context.rank(), context.world_size(), init));
-        body(context);
-      },
-      options);
-}
+[[maybe_unused]] const auto* const registered = ::testing::AddGlobalTestEnvironment(new PrivateDeviceRegistered);
 
 torch::Tensor counting(torch::IntArrayRef sizes) {
   return torch::arange(c10::multiply_integers(sizes), torch::kFloat64).view(sizes) + 1;

@@ -302,19 +302,19 @@ TEST_P(Weights, ChildrenThatTorchSavePassesOver) {
 
 TEST_P(Weights, WhatOneRankMeetsAllRanksThrow) {
   on_ranks([](RankContext& context) {
-    auto& group = *context.environment().communicator();
+    const auto& mesh = *context.environment().mesh();
     const int last = context.world_size() - 1;
-    hsdp::agree(group, at::kCPU, "test", [] {});
+    hsdp::agree(mesh, at::kCPU, "test", [] {});
     expect_error<dtensor::NotSupportedError>(
         [&] {
-          hsdp::agree(group, at::kCPU, "test", [&] {
+          hsdp::agree(mesh, at::kCPU, "test", [&] {
             if (context.rank() == last) dtensor::raise<dtensor::NotSupportedError>("test", "planted on ", last);
           });
         },
         "[test] planted on " + std::to_string(last));
     if (last == 0) return;
     const auto foreign = [&] {
-      hsdp::agree(group, at::kCPU, "test", [&] {
+      hsdp::agree(mesh, at::kCPU, "test", [&] {
         if (context.rank() == last) throw std::runtime_error("planted");
       });
     };
@@ -325,7 +325,7 @@ TEST_P(Weights, WhatOneRankMeetsAllRanksThrow) {
     }
     // No class that anybody knows.
     const auto number = [&] {
-      hsdp::agree(group, at::kCPU, "test", [&] {
+      hsdp::agree(mesh, at::kCPU, "test", [&] {
         if (context.rank() == last) throw 42;
       });
     };
@@ -338,7 +338,7 @@ TEST_P(Weights, WhatOneRankMeetsAllRanksThrow) {
     // The lowest speaks for all, also for one that has something to say itself.
     expect_error<dtensor::CommunicationError>(
         [&] {
-          hsdp::agree(group, at::kCPU, "test", [&] {
+          hsdp::agree(mesh, at::kCPU, "test", [&] {
             if (context.rank() == last - 1) dtensor::raise<dtensor::CommunicationError>("test", "planted on the lower");
             if (context.rank() == last) dtensor::raise<dtensor::ValueError>("test", "planted on the last");
           });

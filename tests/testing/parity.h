@@ -59,7 +59,7 @@ void expect_parity(RankContext& context, const ParityCase<Net>& c) {
   torch::manual_seed(7);
   auto net = hsdp::meta_init(c.make);
   auto options = c.options;
-  options.mesh = environment.mesh();
+  if (!options.mesh) options.mesh = environment.mesh();
   auto model = hsdp::fully_shard(net, options);
   model.materialize(environment.device());
   const auto expected = reference->named_parameters();

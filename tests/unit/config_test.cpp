@@ -38,6 +38,8 @@ metrics:
   folder: runs/test
 )";
 
+using Reshard = decltype(ParallelismConfig::reshard_after_forward);
+
 /// kMinimal with one line replaced: `with("  steps: 10", "  steps: x")`.
 std::string with(const std::string& line, const std::string& replacement) {
   std::string text = kMinimal;
@@ -66,6 +68,11 @@ TEST(Config, ReadsValuesAndFillsInDefaults) {
   EXPECT_EQ(config.training.max_norm, 1.0);
   EXPECT_EQ(config.parallelism.shard, -1);
   EXPECT_EQ(config.parallelism.reshard_after_forward, std::nullopt);
+  EXPECT_EQ(config.training.gradient_accumulation, 1);
+  EXPECT_TRUE(config.training.activation_checkpoint.empty());
+  EXPECT_EQ(config.mixed_precision.param_dtype, std::nullopt);
+  EXPECT_FALSE(config.offload.to_host);
+  EXPECT_EQ(config.grad_scaler.enabled, std::nullopt);
   EXPECT_EQ(config.optimizer.lr, 0.001);
   EXPECT_EQ(config.comm.backend, CommBackend::automatic);
 }
@@ -75,10 +82,13 @@ TEST(Config, ReadsEveryKey) {
 model: {vocab_size: 256, hidden_size: 64, intermediate_size: 96, n_layers: 3, n_heads: 8, n_kv_heads: 2,
         max_sequence_length: 128, rope_theta: 5e5, norm_eps: 1e-6, tie_embeddings: true}
 data: {path: "a b.bin", format: bytes}
-training: {steps: 7, global_batch_size: 6, sequence_length: 100, seed: 3, max_norm: 0, sample_bytes: 5,
-           sample_prompt: "# ", sample_temperature: 0.5}
-parallelism: {replicate: 1, shard: 2, reshard_after_forward: false}
-optimizer: {name: sgd, lr: 1, weight_decay: 0, beta1: 0.8, beta2: 0.9, eps: 1e-7, momentum: 0.9}
+training: {steps: 7, global_batch_size: 6, gradient_accumulation: 3, sequence_length: 100, seed: 3, max_norm: 0,
+           activation_checkpoint: [model.layers.0], sample_bytes: 5, sample_prompt: "# ", sample_temperature: 0.5}
+parallelism: {replicate: 3, shard: 2, reshard_after_forward: false}
+mixed_precision: {param_dtype: float16, reduce_dtype: float32, output_dtype: bfloat16}
+offload: {to_host: true, pin_memory: false}
+grad_scaler: {enabled: false, scale: 1024, growth_interval: 5}
+optimizer: {name: sgd, lr: 1, weight_decay: 0, no_decay: ["**.bias", table.weight, 'x: "y"'], beta1: 0.8, beta2: 0.9, eps: 1e-7, momentum: 0.9}
 lr_schedule: {warmup_steps: 3, decay: linear, min_lr_factor: 0.25}
 metrics: {folder: out, log_every: 5}
 comm: {backend: gloo, timeout_seconds: 20}
@@ -94,10 +104,22 @@ comm: {backend: gloo, timeout_seconds: 20}
   EXPECT_EQ(config.training.sample_bytes, 5);
   EXPECT_EQ(config.training.sample_prompt, "# ");
   EXPECT_EQ(config.training.sample_temperature, 0.5);
+  EXPECT_EQ(config.training.gradient_accumulation, 3);
+  EXPECT_EQ(config.training.activation_checkpoint, std::vector<std::string>{"model.layers.0"});
+  EXPECT_EQ(config.parallelism.replicate, 3);
   EXPECT_EQ(config.parallelism.shard, 2);
-  EXPECT_EQ(config.parallelism.reshard_after_forward, std::optional<bool>(false));
+  EXPECT_EQ(config.parallelism.reshard_after_forward, Reshard(false));
+  EXPECT_EQ(config.mixed_precision.param_dtype, c10::ScalarType::Half);
+  EXPECT_EQ(config.mixed_precision.reduce_dtype, c10::ScalarType::Float);
+  EXPECT_EQ(config.mixed_precision.output_dtype, c10::ScalarType::BFloat16);
+  EXPECT_TRUE(config.offload.to_host);
+  EXPECT_FALSE(config.offload.pin_memory);
+  EXPECT_EQ(config.grad_scaler.enabled, std::optional(false));
+  EXPECT_EQ(config.grad_scaler.scale, 1024.0);
+  EXPECT_EQ(config.grad_scaler.growth_interval, 5);
   EXPECT_EQ(config.optimizer.name, OptimizerName::sgd);
   EXPECT_EQ(config.optimizer.lr, 1.0);
+  EXPECT_EQ(config.optimizer.no_decay, (std::vector<std::string>{"**.bias", "table.weight", "x: \"y\""}));
   EXPECT_EQ(config.optimizer.beta1, 0.8);
   EXPECT_EQ(config.optimizer.beta2, 0.9);
   EXPECT_EQ(config.optimizer.eps, 1e-7);
@@ -117,13 +139,23 @@ TEST(Config, TheWrittenConfigurationReadsBackToItself) {
       {"training.sample_prompt=a \"b\"\n\t: # \\ é", "data.path=yes", "metrics.folder=012"},
       {"optimizer.lr=1e-30", "model.norm_eps=0.1", "training.max_norm=123456789.125"},
       {"parallelism.reshard_after_forward=true", "model.tie_embeddings=true", "parallelism.shard=3"},
+      {"optimizer.name=fused_adamw", R"(optimizer.no_decay=["**.bias", a.b, "012", '"'])"},
+      {"optimizer.name=fused_sgd", "optimizer.no_decay=[]"},
       {"optimizer.name=sgd", "lr_schedule.decay=constant", "data.format=llmc", "comm.backend=nccl"},
       {"training.seed=9223372036854775807"},
+      {"parallelism.replicate=2", "parallelism.reshard_after_forward=4", "training.gradient_accumulation=8"},
+      {"parallelism.reshard_after_forward=false", "training.activation_checkpoint=full", "grad_scaler.enabled=true"},
+      {R"(training.activation_checkpoint=["**.1", "full"])", "offload.to_host=true", "offload.pin_memory=false"},
+      {"mixed_precision.param_dtype=float16", "mixed_precision.reduce_dtype=float32", "grad_scaler.scale=0.5"},
   };
   for (const auto& overrides : cases) {
     const std::string yaml = to_yaml(parse_config(kMinimal, "c.yaml", overrides));
     EXPECT_EQ(to_yaml(parse_config(yaml, "again.yaml")), yaml);
   }
+  const auto written = to_yaml(
+      parse_config(kMinimal, "c.yaml",
+                   {"parallelism.reshard_after_forward=4", "training.activation_checkpoint=[\"model.layers.*\"]"}));
+  EXPECT_THAT(written, AllOf(HasSubstr("  reshard_after_forward: 4\n"), HasSubstr("  activation_checkpoint: full\n")));
   EXPECT_THAT(to_yaml(parse_config(kMinimal, "c.yaml")),
               AllOf(HasSubstr("parallelism:\n  replicate: 1\n  shard: auto\n  reshard_after_forward: default\n"),
                     HasSubstr("  lr: 0.001\n"), HasSubstr("  path: \"tokens.bin\"\n")));
@@ -168,6 +200,16 @@ INSTANTIATE_TEST_SUITE_P(
         BadValue{"  lr: 0.001", "  lr: 0", "c.yaml:16:7: optimizer.lr: expected number above 0, got '0'"},
         BadValue{"  lr: 0.001", "  lr: 1\n  beta1: 1",
                  "c.yaml:17:10: optimizer.beta1: expected number from 0 to below 1, got '1'"},
+        BadValue{"  lr: 0.001", "  lr: 1\n  no_decay: a.bias",
+                 "c.yaml:17:13: optimizer.no_decay: expected list of text, got 'a.bias'"},
+        BadValue{"  lr: 0.001", "  lr: 1\n  no_decay: \"[a]\"",
+                 "c.yaml:17:13: optimizer.no_decay: expected list of text, got the string '[a]'"},
+        BadValue{"  lr: 0.001", "  lr: 1\n  no_decay: [a, [b]]",
+                 "c.yaml:17:13: optimizer.no_decay: expected list of text, got a list"},
+        BadValue{"  lr: 0.001", "  lr: 1\n  no_decay: [a, \"\"]",
+                 "c.yaml:17:13: optimizer.no_decay: expected list of text, got a list"},
+        BadValue{"  lr: 0.001", "  lr: 1\n  name: fused_adam",
+                 "c.yaml:17:9: optimizer.name: expected adamw, fused_adamw, sgd or fused_sgd, got 'fused_adam'"},
         BadValue{"  n_heads: 4", "  n_heads: 4\n  tie_embeddings: yes",
                  "c.yaml:7:19: model.tie_embeddings: expected true or false, got 'yes'"},
         BadValue{"  n_heads: 4", "  n_heads: 4\n  tie_embeddings: \"true\"",
@@ -177,6 +219,22 @@ INSTANTIATE_TEST_SUITE_P(
         BadValue{"  path: tokens.bin", "  path: \"\"", "c.yaml:9:9: data.path: expected text, got the string ''"},
         BadValue{"metrics:", "parallelism: {shard: 0}\nmetrics:",
                  "c.yaml:17:22: parallelism.shard: expected int of at least 1, or auto, got '0'"},
+        BadValue{"metrics:", "parallelism: {reshard_after_forward: 0}\nmetrics:",
+                 "c.yaml:17:38: parallelism.reshard_after_forward: expected default, true, false or int of at least 1, "
+                 "got '0'"},
+        BadValue{"metrics:", "parallelism: {reshard_after_forward: \"true\"}\nmetrics:",
+                 "c.yaml:17:38: parallelism.reshard_after_forward: expected default, true, false or int of at least 1, "
+                 "got the string 'true'"},
+        BadValue{"metrics:", "mixed_precision: {param_dtype: fp16}\nmetrics:",
+                 "c.yaml:17:32: mixed_precision.param_dtype: expected default, float32, bfloat16 or float16, got "
+                 "'fp16'"},
+        BadValue{"  steps: 10", "  steps: 10\n  activation_checkpoint: all",
+                 "c.yaml:13:26: training.activation_checkpoint: expected none, full or list of text, got 'all'"},
+        BadValue{"  steps: 10", "  steps: 10\n  activation_checkpoint: \"full\"",
+                 "c.yaml:13:26: training.activation_checkpoint: expected none, full or list of text, got the string "
+                 "'full'"},
+        BadValue{"metrics:", "grad_scaler: {scale: 0}\nmetrics:",
+                 "c.yaml:17:22: grad_scaler.scale: expected number above 0, got '0'"},
         BadValue{"metrics:", "comm: {timeout_seconds: 99999999999}\nmetrics:",
                  "c.yaml:17:25: comm.timeout_seconds: expected int of at most 31622400, got '99999999999'"}));
 
@@ -191,16 +249,18 @@ INSTANTIATE_TEST_SUITE_P(
                  "c.yaml:19:3: metrics.tensorboard: unknown key; metrics has folder, log_every"},
         BadValue{
             "metrics:", "modle: {a: 1, b: 2}\nmetrics:", "c.yaml:17:1: modle: unknown section; did you mean model?"},
-        BadValue{"metrics:", "checkpointing:\nmetrics:",
-                 "c.yaml:17:1: checkpointing: unknown section; there are comm, data, lr_schedule, metrics, model, "
-                 "optimizer, parallelism, training"},
+        BadValue{
+            "metrics:", "checkpointing:\nmetrics:",
+            "c.yaml:17:1: checkpointing: unknown section; there are comm, data, grad_scaler, lr_schedule, metrics, "
+            "mixed_precision, model, offload, optimizer, parallelism, training"},
         BadValue{"  steps: 10", "  steps: 10\n  steps: 11",
                  "c.yaml:13:3: training.steps: duplicate key, first given at c.yaml:12:3"},
         BadValue{
             "metrics:", "data: {path: x}\nmetrics:", "c.yaml:17:1: data: duplicate key, first given at c.yaml:8:1"},
         BadValue{"  steps: 10", "  steps: 10\n  <<: {seed: 1}",
-                 "c.yaml:13:3: training.<<: unknown key; training has steps, global_batch_size, sequence_length, seed, "
-                 "max_norm, sample_bytes, sample_prompt, sample_temperature"},
+                 "c.yaml:13:3: training.<<: unknown key; training has steps, global_batch_size, gradient_accumulation, "
+                 "sequence_length, seed, max_norm, activation_checkpoint, sample_bytes, sample_prompt, "
+                 "sample_temperature"},
         BadValue{"  steps: 10", "  steps: 10\n  ? [a]\n  : 1", "c.yaml:13:5: training.?: expected a word as key"},
         BadValue{"metrics:", "comm: gloo\nmetrics:", "c.yaml:17:7: comm: expected a section with keys below it"}));
 
@@ -265,6 +325,15 @@ TEST(Config, OverridesReplaceValuesAndTheLastOneWins) {
   EXPECT_EQ(config.comm.backend, CommBackend::gloo);
 }
 
+TEST(Config, AnOverrideSpellsAListAsYaml) {
+  const Config config = parse_config(kMinimal, "c.yaml", {R"(optimizer.no_decay=["**.bias", "**norm**"])"});
+  EXPECT_EQ(config.optimizer.no_decay, (std::vector<std::string>{"**.bias", "**norm**"}));
+  const std::string expected = "[config] --set: optimizer.no_decay: expected list of text, got ";
+  for (const char* text : {"a", "[a", "[**.bias]", "[a]b", "[a] [b]"}) {
+    EXPECT_EQ(refusal(kMinimal, {std::string("optimizer.no_decay=") + text}), expected + "'" + text + "'");
+  }
+}
+
 TEST(Config, OverridesAreCheckedLikeTheFile) {
   EXPECT_EQ(refusal(kMinimal, {"training.steps=012"}), "[config] --set: training.steps: expected int, got '012'");
   EXPECT_EQ(refusal(kMinimal, {"training.step=1"}),
@@ -278,13 +347,25 @@ TEST(Config, OverridesAreCheckedLikeTheFile) {
   }
 }
 
-TEST(Config, ReplicationIsNotSupported) {
-  try {
-    parse_config(kMinimal, "c.yaml", {"parallelism.replicate=2"});
-    FAIL() << "accepted";
-  } catch (const dtensor::NotSupportedError& error) {
-    EXPECT_THAT(error.what(), HasSubstr("[config] parallelism.replicate is 2, expected 1"));
-  }
+TEST(Config, ReshardAfterForwardIsAWordOrANumberOfRanks) {
+  const auto read = [](const std::string& text) {
+    return parse_config(kMinimal, "c.yaml", {"parallelism.reshard_after_forward=" + text})
+        .parallelism.reshard_after_forward;
+  };
+  EXPECT_EQ(read("default"), Reshard());
+  EXPECT_EQ(read("true"), Reshard(true));
+  EXPECT_EQ(read("1"), Reshard(int64_t(1)));
+  EXPECT_EQ(read("8"), Reshard(int64_t(8)));
+}
+
+TEST(Config, FullActivationCheckpointIsEveryBlock) {
+  const auto read = [](const std::string& text) {
+    return parse_config(kMinimal, "c.yaml", {"training.activation_checkpoint=" + text}).training.activation_checkpoint;
+  };
+  EXPECT_EQ(read("full"), std::vector<std::string>{"model.layers.*"});
+  EXPECT_EQ(read("[\"model.layers.1\", a]"), (std::vector<std::string>{"model.layers.1", "a"}));
+  EXPECT_TRUE(read("none").empty());
+  EXPECT_TRUE(read("[]").empty());
 }
 
 TEST(Config, RefusesPathsThatAreNoFiles) {
@@ -314,12 +395,25 @@ TEST(ShardRanks, FillTheWorldOrAreRefused) {
   EXPECT_EQ(shard_ranks({.shard = -1}, 1), 1);
   EXPECT_EQ(shard_ranks({.shard = -1}, 6), 6);
   EXPECT_EQ(shard_ranks({.shard = 4}, 4), 4);
-  try {
-    shard_ranks({.shard = 4}, 2);
-    FAIL() << "accepted";
-  } catch (const dtensor::ValueError& error) {
-    EXPECT_THAT(error.what(), HasSubstr("[parallelism] replicate 1 x shard 4 = 4 ranks, launched with 2; "));
-  }
+  EXPECT_EQ(shard_ranks({.replicate = 2}, 6), 3);
+  EXPECT_EQ(shard_ranks({.replicate = 2, .shard = 1}, 2), 1);
+  const auto message = [](const ParallelismConfig& parallelism, int64_t world_size) -> std::string {
+    try {
+      shard_ranks(parallelism, world_size);
+    } catch (const dtensor::ValueError& error) {
+      return error.what();
+    }
+    return "accepted";
+  };
+  EXPECT_EQ(message({.shard = 4}, 2),
+            "[parallelism] replicate 1 x shard 4 = 4 ranks, launched with 2; launch that many or set "
+            "parallelism.shard to auto");
+  EXPECT_EQ(message({.replicate = 2, .shard = 2}, 2),
+            "[parallelism] replicate 2 x shard 2 = 4 ranks, launched with 2; launch that many or set "
+            "parallelism.shard to auto");
+  EXPECT_EQ(message({.replicate = 2}, 3),
+            "[parallelism] replicate 2 x shard 1 = 2 ranks, launched with 3; launch a multiple of "
+            "parallelism.replicate");
 }
 
 }  // namespace

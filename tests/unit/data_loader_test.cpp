@@ -150,6 +150,10 @@ TEST_F(DataLoaderTest, TheSeedChoosesTheOrder) {
 
 TEST_F(DataLoaderTest, RefusesABatchThatTheRanksCannotShareEvenly) {
   EXPECT_THAT(refusal([&] { loader(1000, 10, 8, 0, 4); }), HasSubstr("global_batch_size 10 over 4 ranks"));
+  const DataLoaderOptions thirds{.global_batch_size = 8, .sequence_length = 10, .ranks = 2, .micro_batches = 3};
+  EXPECT_THAT(refusal([&] { DataLoader(numbered_tokens(1000), thirds); }),
+              HasSubstr("global_batch_size 8 over 2 ranks, expected a multiple of the ranks times "
+                        "training.gradient_accumulation 3"));
 }
 
 TEST_F(DataLoaderTest, RefusesAFileShorterThanOneBatch) {

@@ -273,6 +273,29 @@ TEST(Readme, ListsTheKeysOfAMetricsLine) {
 
 // ---- paths and names ----
 
+/// Names of variables that C++ code asks for, that scripts expand and that CMake reads.
+std::set<std::string> variables_read() {
+  std::set<std::string> names;
+  const std::string variable = "([A-Z][A-Z0-9_]+)";
+  for (const auto& path : sources()) {
+    const std::string text = read_file(path);
+    for (const auto& name : matches(text, "[a-z_]*env\\(\"" + variable + "\"")) names.insert(name);
+    // Names that are handed around as arguments: our own, and here each literal that looks like one.
+    const std::regex handed(path.filename() == "launcher_env.cpp" ? variable : "HSDP_[A-Z_]+");
+    for (const auto& literal : literals_of(text)) {
+      if (std::regex_match(literal, handed)) names.insert(literal);
+    }
+  }
+  for (const auto& path : files_below("tools", {".sh", ".cmake"})) {
+    const std::string text = read_file(path);
+    for (const auto& name : matches(text, "\\$ENV\\{" + variable + "\\}")) names.insert(name);
+    for (const auto& name : matches(text, "\\$\\{?" + variable + "[:}\\s/]")) {
+      if (path.extension() == ".sh" && name != "BASH_SOURCE") names.insert(name);
+    }
+  }
+  return names;
+}
+
 /// Build products stand for the source that they are made of.
 bool is_built_from_a_source(const fs::path& below_build) {
   const std::string folder = below_build.begin()->string();
@@ -313,6 +336,7 @@ TEST(Paths, PresetsOptionsAndTestTargetsExist) {
   std::set<std::string> names;
   for (const auto& preset : presets.at("workflowPresets")) names.insert(preset.at("name").get<std::string>());
   const std::string options = read_file(kRoot / "tools/cmake/HsdpOptions.cmake");
+  const auto variables = variables_read();
   std::set<std::string> tests;
   for (const auto& file : files_below("tests", {".cpp"})) tests.insert(file.stem().string());
 
@@ -324,7 +348,8 @@ TEST(Paths, PresetsOptionsAndTestTargetsExist) {
     const std::string text = read_file(path);
     for (const auto& preset : matches(text, "--preset ([a-z]+)")) EXPECT_TRUE(names.contains(preset)) << preset;
     for (const auto& option : matches(text, "\\b(HSDP_[A-Z_]+)")) {
-      EXPECT_TRUE(std::regex_search(options, std::regex("\\b" + option + "\\b"))) << path << " names " << option;
+      EXPECT_TRUE(std::regex_search(options, std::regex("\\b" + option + "\\b")) || variables.contains(option))
+          << path << " names " << option;
     }
     for (const auto& test : matches(text, "(?:--target |unit\\.)([a-z_]+_test)\\b")) {
       EXPECT_TRUE(tests.contains(test)) << path << " names " << test;
@@ -333,29 +358,6 @@ TEST(Paths, PresetsOptionsAndTestTargetsExist) {
 }
 
 // ---- environment ----
-
-/// Names of variables that C++ code asks for, that scripts expand and that CMake reads.
-std::set<std::string> variables_read() {
-  std::set<std::string> names;
-  const std::string variable = "([A-Z][A-Z0-9_]+)";
-  for (const auto& path : sources()) {
-    const std::string text = read_file(path);
-    for (const auto& name : matches(text, "[a-z_]*env\\(\"" + variable + "\"")) names.insert(name);
-    // Here the names are handed around as arguments: each literal that looks like one is one.
-    if (path.filename() != "launcher_env.cpp") continue;
-    for (const auto& literal : literals_of(text)) {
-      if (std::regex_match(literal, std::regex(variable))) names.insert(literal);
-    }
-  }
-  for (const auto& path : files_below("tools", {".sh", ".cmake"})) {
-    const std::string text = read_file(path);
-    for (const auto& name : matches(text, "\\$ENV\\{" + variable + "\\}")) names.insert(name);
-    for (const auto& name : matches(text, "\\$\\{?" + variable + "[:}\\s/]")) {
-      if (path.extension() == ".sh" && name != "BASH_SOURCE") names.insert(name);
-    }
-  }
-  return names;
-}
 
 TEST(EnvironmentPage, ListsWhatIsReadAndNothingElse) {
   std::set<std::string> documented;
@@ -401,7 +403,10 @@ TEST(Pages, QuoteOnlyCodeThatIsCompiled) {
   // The regions are code of the tests below.
   const std::string snippets = read_file(kRoot / "tests/unit/documentation_test.cpp");
   std::set<std::string> compiled{region(example, "readme")};
-  for (const char* name : {"materialize", "own values", "scope", "tokens"}) compiled.insert(region(snippets, name));
+  for (const char* name : {"materialize", "own values", "scope", "tokens", "groups", "scaler", "in backward",
+                           "checkpointed units", "checkpoint"}) {
+    compiled.insert(region(snippets, name));
+  }
   size_t blocks = 0;
   for (const auto& path : pages()) {
     const Page page(path);
@@ -412,6 +417,33 @@ TEST(Pages, QuoteOnlyCodeThatIsCompiled) {
     }
   }
   EXPECT_EQ(blocks, compiled.size());
+}
+
+TEST(Readme, ModesAreThoseThatAreCompiledAndThatTheReaderAccepts) {
+  const std::string quickstart = read_file(kRoot / kQuickstart);
+  const auto statements = lines_of(region(read_file(kRoot / "tests/unit/documentation_test.cpp"), "modes"));
+  std::vector<std::string> quoted;
+  for (const auto& row : table_rows(Page(kRoot / "README.md"), "Where")) {
+    ASSERT_EQ(row.size(), 4u) << row.front();
+    quoted.push_back(code_of(row[2]));
+    const auto yaml = apps::read_yaml_entries(code_of(row[3]), "README.md");
+    EXPECT_TRUE(yaml.problems.empty()) << row[3];
+    ASSERT_FALSE(yaml.entries.empty()) << row[3];
+    std::vector<std::string> settings;
+    for (const auto& [key, entry] : yaml.entries) settings.push_back(key + "=" + entry.text);
+    EXPECT_NO_THROW(apps::parse_config(quickstart, kQuickstart, settings)) << row[3];
+  }
+  EXPECT_GE(quoted.size(), 10u);
+  EXPECT_EQ(quoted, statements);
+}
+
+TEST(Configurations, ThatComeWithTheProjectAreAcceptedAndNamedInAPage) {
+  std::string text;
+  for (const auto& page : pages()) text += read_file(page);
+  for (const auto& path : files_below("configs", {".yaml"})) {
+    EXPECT_NO_THROW(apps::read_config(path.string())) << path;
+    EXPECT_NE(text.find(relative_name(path)), std::string::npos) << path << " is named in no page";
+  }
 }
 
 TEST(InstallPage, QuotesProjectsThatAreBuilt) {
@@ -492,6 +524,50 @@ TEST(Snippets, OwnValuesAndAScope) {
   EXPECT_NEAR(value, (weight.sum() + bias.sum()).item<double>(), 1e-5);
 }
 
+struct BlockImpl : torch::nn::Module {
+  BlockImpl() : linear(register_module("linear", torch::nn::Linear(4, 4))) {}
+  torch::Tensor forward(const torch::Tensor& x) { return torch::tanh(linear(x)).pow(2); }
+  torch::nn::Linear linear;
+};
+TORCH_MODULE(Block);
+
+struct DeepImpl : torch::nn::Module {
+  DeepImpl() : block(register_module("block", Block())), other(register_module("other", Block())) {}
+  torch::Tensor first(const torch::Tensor& x) { return block->forward(x); }
+  std::pair<torch::Tensor, torch::Tensor> heads(const torch::Tensor& x) { return {torch::tanh(x), other->forward(x)}; }
+  Block block, other;
+};
+TORCH_MODULE(Deep);
+
+TEST(Snippets, ActivationsThatAreComputedAgain) {
+  const auto env = hsdp::init({.backend = "gloo"});
+  torch::manual_seed(7);
+  Deep plain;
+  const auto inputs = torch::ones({3, 4}).set_requires_grad(true);
+  auto [y0, more0] = plain->heads(plain->first(inputs));
+  const auto expected = torch::autograd::grad({(y0 + more0).sum()}, {inputs})[0];
+  {
+    auto net = plain;
+    // [checkpoint]
+    auto h = hsdp::checkpoint([&](const torch::Tensor& x) { return net->first(x); }, inputs);
+    auto [y, more] = hsdp::checkpoint(&DeepImpl::heads, net.get(), h);
+    (y + more).sum().backward();
+    // [/checkpoint]
+    EXPECT_TRUE(torch::equal(inputs.grad(), expected));
+  }
+  torch::manual_seed(7);
+  auto net = hsdp::meta_init([] { return Deep(); });
+  // [checkpointed units]
+  auto model = hsdp::fully_shard(net, {.units = hsdp::each<Block>(), .activation_checkpoint = hsdp::each<Block>()});
+  // [/checkpointed units]
+  model.materialize(env.device());
+  {
+    hsdp::ForwardScope scope(model.core());
+    auto [y1, more1] = net->heads(net->first(inputs));
+    EXPECT_TRUE(torch::equal(torch::autograd::grad({(y1 + more1).sum()}, {inputs})[0], expected));
+  }
+}
+
 TEST(Snippets, ALossOverAllTokens) {
   const auto env = hsdp::init({.backend = "gloo"});
   auto net = hsdp::meta_init([] { return Net(4, 8); });
@@ -508,6 +584,88 @@ TEST(Snippets, ALossOverAllTokens) {
   // [/tokens]
   EXPECT_EQ(total.item<int64_t>(), 2);
   EXPECT_TRUE(net->linear->weight.grad().defined());
+}
+
+TEST(Snippets, GroupsByPatternAndAGradientScaler) {
+  const auto env = hsdp::init({.backend = "gloo"});
+  auto net = hsdp::meta_init([] { return Net(4, 8); });
+  auto model = hsdp::fully_shard(net, {.mesh = env.mesh()});
+  model.materialize(env.device());
+  // [groups]
+  using Options = torch::optim::AdamWOptions;
+  hsdp::FusedAdamW optimizer(hsdp::parameter_groups(
+      model, {{"**.bias", Options(3e-4).weight_decay(0)}, {"**", Options(3e-4).weight_decay(0.1)}}));
+  // [/groups]
+  ASSERT_EQ(optimizer.param_groups().size(), 2u);
+  EXPECT_TRUE(optimizer.param_groups()[0].params().at(0).is_same(net->linear->bias));
+  const std::vector<torch::Tensor> batches{torch::ones({2, 4}), torch::zeros({2, 4})};
+  const auto before = hsdp::unsharded(net->linear->weight);
+  // [scaler]
+  hsdp::GradScaler scaler;
+  for (const auto& x : batches) {
+    optimizer.zero_grad();
+    scaler.scale(model->forward(x).square().mean()).backward();
+    scaler.unscale_(optimizer);  // only for what looks at gradients before the step
+    hsdp::clip_grad_norm_(model->parameters(), 1.0);
+    scaler.step(optimizer);
+    scaler.update();
+  }
+  // [/scaler]
+  EXPECT_EQ(scaler.state().growth_tracker, 2);
+  EXPECT_FALSE(torch::equal(hsdp::unsharded(net->linear->weight), before));
+}
+
+TEST(Snippets, StepsInTheMiddleOfBackward) {
+  const auto env = hsdp::init({.backend = "gloo"});
+  auto net = hsdp::meta_init([] { return Net(4, 8); });
+  auto model = hsdp::fully_shard(net, {.mesh = env.mesh()});
+  model.materialize(env.device());
+  const auto before = hsdp::unsharded(net->linear->bias);
+  const std::vector<torch::Tensor> batches{torch::ones({2, 4}), torch::zeros({2, 4})};
+  // [in backward]
+  hsdp::apply_optimizer_in_backward(model, [](const at::Tensor& parameter) {
+    return std::make_unique<hsdp::FusedSGD>(std::vector<at::Tensor>{parameter}, torch::optim::SGDOptions(0.1));
+  });
+  for (const auto& x : batches) model->forward(x).square().mean().backward();  // steps, and leaves no gradients
+  // [/in backward]
+  EXPECT_FALSE(torch::equal(hsdp::unsharded(net->linear->bias), before));
+  EXPECT_FALSE(net->linear->bias.grad().defined());
+}
+
+TEST(Snippets, ModesOfTheReadmeTrainWhereTheyFit) {
+  const auto env = hsdp::init({.backend = "gloo"});
+  const int64_t hosts = 1, ranks_of_a_host = 1;
+  hsdp::FullyShardOptions options;
+  options.units = hsdp::each<Block>();
+  torch::manual_seed(7);
+  auto net = hsdp::meta_init([] { return torch::nn::Sequential(Block(), Block()); });
+  auto model = hsdp::fully_shard(net, options);
+  model.materialize(env.device());
+  const bool is_last = true;
+  // clang-format off: a line is a row of the README.
+  // [modes]
+  options.mesh = env.make_mesh({env.world_size(), 1}, {"replicate", "shard"});
+  options.mesh = env.mesh();
+  options.mesh = env.make_mesh({hosts, env.world_size() / hosts}, {"replicate", "shard"});
+  options.activation_checkpoint = hsdp::each<Block>();
+  model.set_requires_gradient_sync(is_last);
+  options.offload.to_host = true;
+  options.reshard_after_forward = false;
+  options.reshard_after_forward = ranks_of_a_host;
+  options.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
+  options.mixed_precision = {.param_dtype = at::kHalf, .reduce_dtype = at::kFloat};
+  // [/modes]
+  // clang-format on
+  torch::manual_seed(7);
+  auto other = hsdp::meta_init([] { return torch::nn::Sequential(Block(), Block()); });
+  auto all = hsdp::fully_shard(other, options);
+  all.materialize(env.device());
+  const auto x = torch::ones({2, 4});
+  const auto expected = model->forward(x), y = all->forward(x);
+  EXPECT_EQ(y.scalar_type(), at::kHalf);
+  EXPECT_TRUE(torch::allclose(y.to(torch::kFloat), expected, 1e-2, 1e-3));
+  y.sum().backward();
+  EXPECT_EQ(other->parameters().front().grad().scalar_type(), at::kFloat);
 }
 
 // ---- messages ----

@@ -158,9 +158,9 @@ TEST(Refuses, WhatCannotBeSharded) {
   });
   expect_error<dtensor::NotSupportedError>([&] { hsdp::fully_shard(views, {.mesh = mesh}); },
                                            "\"a\" and \"b\" are views of one memory");
-  auto two_axes = dtensor::DeviceMesh::create(at::kCPU, {2, 2}, {"replicate", "shard"}, 0);
+  auto three_axes = dtensor::DeviceMesh::create(at::kCPU, {2, 2, 2}, {"a", "b", "c"}, 0);
   auto fine = make([](auto& m) { m.register_parameter("w", torch::rand({4})); });
-  expect_error<dtensor::NotSupportedError>([&] { hsdp::fully_shard(fine, {.mesh = two_axes}); }, "has 2 axes");
+  expect_error<dtensor::NotSupportedError>([&] { hsdp::fully_shard(fine, {.mesh = three_axes}); }, "has 3 axes");
   expect_error<dtensor::ValueError>([&] { hsdp::fully_shard(Net(nullptr), {.mesh = mesh}); }, "module is null");
 }
 

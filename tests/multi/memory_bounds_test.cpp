@@ -1,0 +1,98 @@
+// How many bytes a step holds at once, counted at the host allocator rather than by the process's size.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <chrono>
+#include <string>
+#include <thread>
+
+#include "hsdp/hsdp.h"
+#include "tests/testing/counting_allocator.h"
+#include "tests/testing/multi_process.h"
+
+namespace {
+
+using namespace testing_support;
+
+constexpr int64_t kWidth = 256, kBlocks = 8;
+constexpr int64_t kUnit = (kWidth * kWidth + kWidth) * 4;  // bytes of one block's parameters
+constexpr int64_t kSlack = 96 * 1024;                      // activations of one row, signatures, scalars
+
+// Bytes that are alive beyond `start`, once the group's own thread has let go of what it sent, or after two seconds.
+int64_t settled(int64_t start, int64_t bound) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(2);
+  while (CountingAllocator::alive() - start > bound && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return CountingAllocator::alive() - start;
+}
+
+struct ChainImpl : torch::nn::Module {
+  ChainImpl() {
+    for (int64_t i = 0; i < kBlocks; ++i) blocks->push_back(torch::nn::Linear(kWidth, kWidth));
+    register_module("blocks", blocks);
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    for (auto& block : *blocks) x = torch::tanh(block->as<torch::nn::Linear>()->forward(x));
+    return x;
+  }
+  torch::nn::ModuleList blocks;
+};
+TORCH_MODULE(Chain);
+
+struct Case {
+  std::string name;
+  std::vector<int64_t> mesh;
+  int64_t forward_units, backward_units;  // beside shards of gradients
+};
+
+class Bytes : public ::testing::TestWithParam<Case> {};
+
+TEST_P(Bytes, OfAStepAreThoseOfFewUnits) {
+  const auto c = GetParam();
+  int64_t ranks = 1;
+  for (auto size : c.mesh) ranks *= size;
+  run_ranks(static_cast<int>(ranks), [&](RankContext& context) {
+    CountingAllocator::install();
+    auto mesh = context.environment().make_mesh(c.mesh, {"replicate", "shard"});
+    auto net = hsdp::meta_init([] { return Chain(); });
+    auto model = hsdp::fully_shard(net, {.mesh = mesh, .units = hsdp::each("blocks.*"), .reshard_after_forward = true});
+    model.materialize(at::kCPU);
+    torch::optim::SGD optimizer(model->parameters(), 0.01);
+    const int64_t shards = kBlocks * kUnit / c.mesh[1];
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      auto x = torch::ones({1, kWidth}).set_requires_grad(true);
+      const auto start = CountingAllocator::alive();
+      CountingAllocator::start_peak();
+      auto loss = model->forward(x).sum();
+      const auto forward = CountingAllocator::peak() - start;
+      // The first forward compares the replicas as well.
+      if (step > 0) {
+        EXPECT_LE(forward, c.forward_units * kUnit + kSlack) << "forward " << step;
+      }
+      EXPECT_LE(settled(start, kSlack), kSlack) << "after forward " << step;
+      loss.backward();
+      const auto backward = CountingAllocator::peak() - start;
+      if (step > 0) {
+        EXPECT_LE(backward, c.backward_units * kUnit + shards + kSlack) << "backward " << step;
+      }
+      EXPECT_GE(backward, shards) << "the count saw the gradients";
+      EXPECT_LE(settled(start, shards + kSlack), shards + kSlack) << "after backward " << step;
+      if (context.rank() == 0 && step == 2) {
+        std::printf("%s: forward %.2f units, backward %.2f units beside the gradients' shards\n", c.name.c_str(),
+                    static_cast<double>(forward) / kUnit, static_cast<double>(backward - shards) / kUnit);
+      }
+      optimizer.step();
+    }
+  });
+}
+
+// Forward: two gathered units, and one buffer in which ranks' parts arrive side by side. Backward: the same, the full
+// gradients of one unit, and one input of a reduction. Everywhere one buffer that the group's thread still holds.
+INSTANTIATE_TEST_SUITE_P(Meshes, Bytes,
+                         ::testing::Values(Case{"Sharded2", {1, 2}, 4, 6}, Case{"Sharded4", {1, 4}, 4, 6},
+                                           Case{"Hybrid", {2, 2}, 4, 6}, Case{"DataParallel", {2, 1}, 0, 2}),
+                         [](const auto& which) { return which.param.name; });
+
+}  // namespace
