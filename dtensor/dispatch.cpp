@@ -10,7 +10,9 @@
 #include <algorithm>
 #include <mutex>
 #include <shared_mutex>
+#include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -106,12 +108,16 @@ at::Tensor whole_of_unmanaged(const c10::OperatorHandle& op, const DTensorImpl& 
 }
 
 // Beside a parameter that is whole in another dtype than the one it is kept in, other inputs take that dtype. Not what
-// is written: running statistics are, though their schema does not say so.
+// is written or viewed: running statistics are written, though their schema does not say so.
 void cast_inputs(const c10::OperatorHandle& op, torch::jit::Stack& stack, c10::ScalarType dtype) {
+  // These ask another tensor for nothing but its dtype or shape.
+  static const auto* asking = new std::unordered_set<std::string_view>{
+      "aten::to",        "aten::type_as",    "aten::result_type",       "aten::view_as",
+      "aten::expand_as", "aten::reshape_as", "aten::broadcast_tensors", "aten::can_cast"};
+  if (asking->count(op.schema().name()) != 0) return;
   replace_tensors(op, stack, [&](const at::Tensor& tensor, const c10::Argument& argument) -> at::Tensor {
     if (!tensor.defined() || !at::isFloatingType(tensor.scalar_type()) || tensor.scalar_type() == dtype ||
-        (argument.alias_info() != nullptr && argument.alias_info()->isWrite()) ||
-        argument.name().starts_with("running_")) {
+        tensor.dim() == 0 || argument.alias_info() != nullptr || argument.name().starts_with("running_")) {
       return tensor;
     }
     return tensor.to(dtype);

@@ -133,8 +133,8 @@ auto shared_module(N&& net) {
 
 /// Shards the parameters of a module made by meta_init, in place, over the mesh: each becomes a DTensor with Shard(0),
 /// or as the options say, chunked as torch.chunk does. `net` is a module holder, a shared_ptr, or a module value.
-/// Submodules may have been sharded before (bottom-up): they keep their units. No communication, no memory. Throws as
-/// ShardedModule::create does.
+/// Submodules may have been sharded before (bottom-up): they keep their units. Takes no memory, and
+/// communicates only where an integer reshard_after_forward needs groups. Throws as ShardedModule::create does.
 template <class N>
 auto fully_shard(N&& net, const FullyShardOptions& options = {}) {
   auto module = detail::shared_module(std::forward<N>(net));

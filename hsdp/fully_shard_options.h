@@ -25,7 +25,7 @@ class ReshardAfterForward {
   template <class T>
   requires std::same_as<T, bool> ReshardAfterForward(T reshard) : group_(reshard ? kAll : 1) {}
   template <std::integral T>
-  requires(!std::same_as<T, bool>) ReshardAfterForward(T group) : group_(group) {}
+  requires(!std::same_as<T, bool>) ReshardAfterForward(T group) : group_(group < 1 ? 0 : static_cast<int64_t>(group)) {}
 
   /// Whether memory is freed when a forward ends.
   bool frees() const { return group_ != 1; }

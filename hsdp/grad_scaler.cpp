@@ -202,7 +202,7 @@ void GradScaler::update(std::optional<double> new_scale) {
     if (found) {
       state_.scale = std::max(state_.scale * state_.backoff_factor, double{std::numeric_limits<float>::min()});
       state_.growth_tracker = 0;
-    } else if (++state_.growth_tracker == state_.growth_interval) {
+    } else if (++state_.growth_tracker >= state_.growth_interval) {
       const double grown = state_.scale * state_.growth_factor;
       if (is_scale(grown)) state_.scale = grown;
       state_.growth_tracker = 0;

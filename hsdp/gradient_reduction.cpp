@@ -14,6 +14,7 @@
 #include "dtensor/error.h"
 #include "hsdp/host.h"
 #include "hsdp/shard_packing.h"
+#include "hsdp/storage_memory.h"
 #include "hsdp/unit.h"
 
 namespace hsdp {
@@ -158,7 +159,7 @@ std::optional<Reduction> Unit::start_reduction(const std::vector<size_t>& indice
     }
     const bool packs = context_->transport->packs();
     at::Tensor rows;
-    if (packs) rows = at::empty({shard_size(), bucket.length}, options);
+    if (packs) rows = empty_buffer({shard_size(), bucket.length}, options);
     int64_t offset = 0;
     for (auto k : bucket.members) {
       auto gradient = std::move(gradients[k]);
@@ -246,7 +247,11 @@ std::vector<size_t> Unit::finish_reduction(Reduction reduction) {
   for (auto& work : reduction.works) work->wait();
   for (size_t i = 0; i < reduction.buffers.size(); ++i) {
     auto& buffer = reduction.buffers[i];
-    if (settings_.all_reduce_hook) settings_.all_reduce_hook(buffer.view({-1}));
+    if (settings_.all_reduce_hook) {
+      const auto line = buffer.view({-1});
+      const UserCode user;
+      settings_.all_reduce_hook(line);
+    }
     if (reduction.divisors[i] != 1) buffer.div_(reduction.divisors[i]);
     if (context_->offload.to_host) buffer = buffer.to(kHost);
   }
@@ -356,7 +361,7 @@ void Unit::keep_unsynced(const std::vector<size_t>& indices, std::vector<at::Ten
     auto& sum = unsynced_gradients_[indices[k]];
     if (sum.defined()) {
       sum.add_(gradient.detach());
-    } else if (is_sole(gradient) && gradient.scalar_type() == dtype) {
+    } else if (is_sole(gradient) && gradient.is_non_overlapping_and_dense() && gradient.scalar_type() == dtype) {
       sum = std::move(gradient);
     } else {
       // What somebody else can see must not be added to.

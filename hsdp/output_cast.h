@@ -40,7 +40,7 @@ template <class... T>
 void cast_floating(std::unordered_map<T...>& values, at::ScalarType dtype);
 template <class T>
 void cast_floating([[maybe_unused]] T& value, [[maybe_unused]] at::ScalarType dtype) {
-  if constexpr (!std::is_arithmetic_v<T> && !std::is_enum_v<T> && !std::is_same_v<T, std::string>) {
+  if constexpr (!std::is_arithmetic_v<T> && !std::is_enum_v<T> && !std::is_same_v<std::remove_cv_t<T>, std::string>) {
     dtensor::raise<dtensor::NotSupportedError>(
         "output_dtype", "the forward returns ", c10::demangle_type<T>(),
         ", expected tensors, or vectors, tuples, maps or optionals of them; leave output_dtype unset and cast them in "
@@ -53,8 +53,10 @@ void cast_floating(std::optional<T>& value, at::ScalarType dtype) {
   if (value) cast_floating(*value, dtype);
 }
 template <class T, class A>
-void cast_floating(std::vector<T, A>& values, at::ScalarType dtype) {
-  for (auto& value : values) cast_floating(value, dtype);
+void cast_floating([[maybe_unused]] std::vector<T, A>& values, [[maybe_unused]] at::ScalarType dtype) {
+  if constexpr (!std::is_arithmetic_v<T>) {
+    for (auto& value : values) cast_floating(value, dtype);
+  }
 }
 template <class T, size_t N>
 void cast_floating(std::array<T, N>& values, at::ScalarType dtype) {

@@ -64,6 +64,7 @@ void Unit::set_reshard_after_forward(ReshardAfterForward reshard) {
     transport = context_->make_transport(context_->mesh->sub_communicator(context_->shard_axis(), group));
   }
   drop_part();  // it was cut for another number of ranks
+  finish_gather();  // of parts, over the former group
   part_transport_ = std::move(transport);
   settings_.reshard_after_forward = reshard;
 }

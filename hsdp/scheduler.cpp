@@ -15,6 +15,7 @@
 #include "hsdp/host.h"
 #include "hsdp/region_recorder.h"
 #include "hsdp/saved_tensors.h"
+#include "hsdp/storage_memory.h"
 
 namespace hsdp {
 namespace {
@@ -33,6 +34,10 @@ class EndedTask {
  private:
   int64_t former_;
 };
+
+bool is_completed(const Reduction& reduction) {
+  return std::all_of(reduction.works.begin(), reduction.works.end(), [](auto& work) { return work->is_completed(); });
+}
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
@@ -63,7 +68,12 @@ Scheduler::Scheduler(const torch::nn::Module* root) : root_(root) {
 
 void Scheduler::set_units(std::vector<std::shared_ptr<Unit>> units) {
   units_ = std::move(units);
-  for (auto& unit : units_) unit->set_scheduler(weak_from_this());
+  for (auto& unit : units_) {
+    unit->set_scheduler(weak_from_this());
+    // Prefetch lists may name units of the module that this one was part of before.
+    unit->set_forward_prefetch({});
+    unit->set_backward_prefetch({});
+  }
 }
 
 // ---- forward scopes ----
@@ -101,6 +111,7 @@ void Scheduler::leave_scope() noexcept {
   if (!order_.empty()) former_order_ = std::move(order_);
   order_.clear();
   free_unneeded(/*keep_kept=*/true);
+  release_cached_memory();
 }
 
 bool Scheduler::readable() const {
@@ -376,6 +387,7 @@ void Scheduler::end_backward() {
     }
   }
   if (ran) free_unneeded(/*keep_kept=*/false);
+  release_cached_memory();
 }
 
 void Scheduler::last_hold_released(Unit& unit) {
@@ -422,18 +434,29 @@ void Scheduler::enqueue(Unit& unit, std::optional<Reduction> reduction, int64_t 
   reductions_.emplace_back(&unit, std::move(*reduction));
 }
 
-// Before another reduction starts: an all-reduce in flight ends, and the reduce-scatter behind it goes on to its own.
+// Before another reduction starts: the reduce-scatter in flight ends, so that one input of a reduction is alive at a
+// time. All-reduces work in place on what becomes the gradients, and go on beside each other.
 void Scheduler::advance_reductions() {
-  while (!reductions_.empty() && (reductions_.size() > 1 || reductions_.front().second.all_reducing)) finish_front();
-  if (reductions_.empty()) return;
-  auto& [unit, reduction] = reductions_.front();
+  constexpr size_t kAllReducesInFlight = 4;
+  // What runs when a reduction ends may communicate: then it must end at the same place on all ranks.
+  const bool hooked = gradient_ready_ || std::any_of(units_.begin(), units_.end(), [](auto& unit) {
+                        return unit->settings().all_reduce_hook != nullptr;
+                      });
+  const size_t most = hooked ? 0 : kAllReducesInFlight;
+  while (!reductions_.empty() && reductions_.front().second.all_reducing &&
+         (reductions_.size() > most || is_completed(reductions_.front().second))) {
+    finish_front();
+  }
+  if (reductions_.empty() || reductions_.back().second.all_reducing) return;
+  auto& [unit, reduction] = reductions_.back();
   switch (unit->advance_reduction(reduction)) {
     case Unit::Next::all_reduce:
       return;
     case Unit::Next::finish:
-      return finish_front();
+      while (!reductions_.empty()) finish_front();
+      return;
     case Unit::Next::kept:
-      reductions_.pop_front();
+      reductions_.pop_back();
   }
 }
 
@@ -461,12 +484,10 @@ void Scheduler::reduce_leftovers() {
     unit->merge_unsynced(indices, gradients);
     if (!indices.empty()) start_reduction(*unit, indices, std::move(gradients), backward_task_);
   }
-  advance_reductions();
   for (auto& unit : units_) {
-    if (auto reduction = unit->start_kept_reduction()) {
-      enqueue(*unit, std::move(reduction), backward_task_);
-      finish_front();
-    }
+    if (!unit->has_kept_shards()) continue;
+    advance_reductions();  // may take up what this unit kept
+    enqueue(*unit, unit->start_kept_reduction(), backward_task_);
   }
   if (writes_ != compared_writes_ && !units_.empty() && units_.front()->context().replicate_size() > 1) {
     compare_writes(*units_.front()->context().mesh);
@@ -527,12 +548,14 @@ void Scheduler::finish_reductions() {
 
 void Scheduler::reset_iteration_state() {
   std::lock_guard lock(mutex_);
+  reductions_.clear();
   forget_iteration();
   for (auto& unit : units_) unit->drop_kept_gradients();
 }
 
 void Scheduler::forget_iteration() {
-  reductions_.clear();
+  // Those of earlier backwards, which were not the last, still count.
+  std::erase_if(reductions_, [&](const auto& entry) { return entry.second.task >= backward_task_; });
   backward_plan_.clear();
   order_.clear();
   current_ = nullptr;

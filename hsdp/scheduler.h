@@ -83,7 +83,8 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   /// Throws StateError for something that changes parameters or communicates, while they are summoned.
   void check_not_summoned(const char* where) const;
 
-  /// Gathers a unit before it is read; it stays until it is read and done with, or until reshard(). A collective.
+  /// Gathers a unit before it is read; it stays until it is read and done with, until reshard(), or until a backward
+  /// ends. A collective.
   void unshard(Unit& unit, bool async);
   void finish_unshard(Unit& unit);
   /// Frees it, unless an operator or autograd is using it right now.
@@ -103,7 +104,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void compare_writes(const dtensor::DeviceMesh& mesh);
   [[noreturn]] void raise_unlike_writes(int64_t rank, int64_t other) const;
 
-  /// Backwards that are not the last leave their reductions in flight and what they gathered ahead.
+  /// Backwards that are not the last leave their last reductions in flight, and the plan of gathers in place.
   void set_is_last_backward(bool last) { is_last_backward_ = last; }
 
   const GatheredPeaks& peaks() const { return peaks_; }

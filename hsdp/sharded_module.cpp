@@ -114,8 +114,11 @@ int64_t ShardedModule::reset_sharded_param() {
 
 void ShardedModule::to_empty(at::Device device) {
   replace_by_empty(device);
-  if (context_->offload.to_host) {
-    for (auto& unit : units_) unit->set_device(device);
+  // Without an index it stays what fully_shard found.
+  if (context_->offload.to_host && (device.has_index() || device.type() == kHost)) {
+    for (auto& unit : units_) {
+      if (unit->context().offload.to_host) unit->set_device(device);
+    }
   }
   seed_of_to_empty_ = host_generator().current_seed();
   reset_sharded_param();

@@ -92,6 +92,7 @@ std::shared_ptr<const UnitContext> make_context(const FullyShardOptions& options
   context->make_transport = options.transport ? options.transport : make_transport;
   if (mesh.has_groups() && context->shard_size() > 1) {
     context->transport = context->make_transport(mesh.shared_communicator(context->shard_axis()));
+    if (!context->transport) raise<ValueError>(kWhere, "options.transport returned null, expected a transport");
   }
   return context;
 }
@@ -240,7 +241,6 @@ std::shared_ptr<ShardedModule> ShardedModule::create(std::shared_ptr<torch::nn::
                                            std::move(settings)));
     if (options.offload.to_host) fresh.back()->set_device(compute_device(*mesh));
   }
-  mark_checkpointed(*module, options.activation_checkpoint, fresh, found.nested);
   if (fresh.empty() && found.nested.empty()) {
     raise<ValueError>(kWhere, "module ", module->name(), " has no parameters, expected at least one to shard");
   }
@@ -279,6 +279,8 @@ std::shared_ptr<ShardedModule> ShardedModule::create(std::shared_ptr<torch::nn::
       sharded->loose_.push_back({name, live.tensor, tape, live.id});
     }
   }
+  mark_checkpointed(*module, options.activation_checkpoint, fresh, found.nested);
+
   // ---- commit ----
   if (mesh->rank() == 0) {
     for (auto& orphan : found.orphans) std::fprintf(stderr, "%s\n", orphan.c_str());

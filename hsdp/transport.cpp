@@ -11,6 +11,7 @@
 
 #include "dtensor/collective.h"
 #include "dtensor/error.h"
+#include "hsdp/storage_memory.h"
 
 namespace hsdp {
 
@@ -178,7 +179,7 @@ class PackingTransport final : public TransportBase {
   at::Tensor make_rows(const Bucket& bucket) const {
     int64_t length = 0;
     for (const TensorPair& pair : bucket) length += pair.shard.numel();
-    return at::empty({ranks(), length}, bucket.front().full.options());
+    return empty_buffer({ranks(), length}, bucket.front().full.options());
   }
 };
 

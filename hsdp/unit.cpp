@@ -35,6 +35,7 @@ Unit::Unit(std::string name, std::vector<const torch::nn::Module*> modules, std:
 }
 
 Unit::~Unit() {
+  free_unsharded();  // a gather in flight writes there
   for (auto& unsharded : unsharded_) forget_unsharded(unsharded);
 }
 

@@ -192,6 +192,7 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
   std::vector<size_t> finish_reduction(Reduction reduction);
   /// What was reduced over the shard axis only, and still waits for the other: an all-reduce of it alone.
   std::optional<Reduction> start_kept_reduction();
+  bool has_kept_shards() const { return !kept_shards_.empty(); }
   /// A reduced gradient whose parameter has hooks: they see the sum over a whole backward, as torch's do.
   struct AwaitingHooks {
     size_t index;

@@ -22,7 +22,6 @@ struct UnitContext {
   /// The last axis shards, the one before it replicates.
   int64_t shard_axis() const { return mesh->ndim() - 1; }
   int64_t shard_size() const { return mesh->sizes().back(); }
-  int64_t shard_rank() const { return mesh->coordinate().back(); }
   int64_t replicate_size() const { return mesh->ndim() == 2 ? mesh->sizes().front() : 1; }
 };
 

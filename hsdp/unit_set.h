@@ -32,7 +32,8 @@ class UnitSet {
   UnitSet(std::shared_ptr<Scheduler> scheduler, std::vector<std::shared_ptr<Unit>> units);
 
   /// In the order of the module, the root first.
-  const std::vector<std::shared_ptr<Unit>>& units() const { return units_; }
+  const std::vector<std::shared_ptr<Unit>>& units() const& { return units_; }
+  std::vector<std::shared_ptr<Unit>> units() && { return std::move(units_); }
 
   /// Throws ValueError for an integer that does not divide the shard axis. Collective where it is a new integer.
   void set_reshard_after_forward(ReshardAfterForward reshard) const;
@@ -46,11 +47,12 @@ class UnitSet {
   /// Gradients are sums over the ranks divided by `factor`; by default it is the number of ranks, 1 gives sums. Throws
   /// ValueError unless finite and above 0.
   void set_gradient_divide_factor(double factor) const;
-  /// Sees every buffer of reduced gradients (1-D, padded shards of several parameters, sums over all ranks) before it
-  /// is divided, and may change it in place. Null removes it.
+  /// Sees every buffer of reduced gradients (1-D, padded shards of several parameters, sums over all ranks, in fp16
+  /// divided in part already) before it is divided, and may change it in place. Null removes it.
   void set_all_reduce_hook(std::function<void(const at::Tensor& buffer)> hook) const;
   /// These units are gathered right after each one of this set was, in forward or backward, in place of what the last
-  /// forward tells; empty goes back to that. Throws ValueError for units of another sharded module.
+  /// forward tells; empty goes back to that, as does wrapping the module in a larger one. Throws ValueError for units
+  /// of another sharded module.
   void set_modules_to_forward_prefetch(const std::vector<UnitSet>& ahead) const;
   void set_modules_to_backward_prefetch(const std::vector<UnitSet>& ahead) const;
 

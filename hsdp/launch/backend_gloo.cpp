@@ -10,9 +10,11 @@ BackendKind gloo_backend() {
   return {"gloo", c10::kCPU,
           [](const c10::intrusive_ptr<c10d::Store>& store, int64_t rank, int64_t size,
              std::chrono::milliseconds timeout, c10::Device) -> c10::intrusive_ptr<c10d::Backend> {
-            return c10::make_intrusive<c10d::ProcessGroupGloo>(
-                store, static_cast<int>(rank), static_cast<int>(size),
-                c10d::ProcessGroupGloo::Options::create_default(timeout));
+            auto options = c10d::ProcessGroupGloo::Options::create_default(timeout);
+            // A thread runs one collective at a time: announcements must not wait behind the all-reduces in flight.
+            options->threads = 6;
+            return c10::make_intrusive<c10d::ProcessGroupGloo>(store, static_cast<int>(rank), static_cast<int>(size),
+                                                               std::move(options));
           }};
 }
 

@@ -89,10 +89,11 @@ TEST_P(Bytes, OfAStepAreThoseOfFewUnits) {
 }
 
 // Forward: two gathered units, and one buffer in which ranks' parts arrive side by side. Backward: the same, the full
-// gradients of one unit, and one input of a reduction. Everywhere one buffer that the group's thread still holds.
+// gradients of one unit, one input of a reduction, and a cached block of another size. Everywhere one buffer that the
+// group's thread still holds.
 INSTANTIATE_TEST_SUITE_P(Meshes, Bytes,
-                         ::testing::Values(Case{"Sharded2", {1, 2}, 4, 6}, Case{"Sharded4", {1, 4}, 4, 6},
-                                           Case{"Hybrid", {2, 2}, 4, 6}, Case{"DataParallel", {2, 1}, 0, 2}),
+                         ::testing::Values(Case{"Sharded2", {1, 2}, 4, 7}, Case{"Sharded4", {1, 4}, 4, 7},
+                                           Case{"Hybrid", {2, 2}, 4, 7}, Case{"DataParallel", {2, 1}, 0, 2}),
                          [](const auto& which) { return which.param.name; });
 
 }  // namespace
