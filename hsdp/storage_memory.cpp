@@ -93,7 +93,7 @@ class BlockCache {
   }
 
   std::mutex mutex_;
-  bool is_open_ = false;  // blocks are kept
+  bool is_open_ = false;                       // blocks are kept
   std::deque<std::unique_ptr<Block>> cached_;  // the oldest first
   size_t cached_bytes_ = 0, used_bytes_ = 0, most_bytes_ = 0;
 };

@@ -223,6 +223,90 @@ TEST(Replicas, ThatStartUnlikeAreRefusedUntilTheyAreMadeEqual) {
   });
 }
 
+TEST(Hybrid, TrainsOverGroupsThatTheProgramMade) {
+  run_ranks(4, [](RankContext& context) {
+    const auto made = make_mesh(context, {2, 2});
+    const auto given = dtensor::DeviceMesh::from_communicators(
+        at::kCPU, {made->shared_communicator(0), made->shared_communicator(1)}, {"dp", "fsdp"});
+    const auto train = [&](const std::shared_ptr<const dtensor::DeviceMesh>& mesh) {
+      torch::manual_seed(5);
+      auto net = hsdp::meta_init([] { return Chain(2); });
+      auto model = hsdp::fully_shard(net, {.mesh = mesh, .units = hsdp::each("layers.*")});
+      model.materialize(at::kCPU);
+      torch::optim::SGD optimizer(model->parameters(), 0.1);
+      for (int step = 0; step < 2; ++step) {
+        optimizer.zero_grad();
+        model->forward(torch::full({2, 8}, 0.1 * (context.rank() + step))).pow(2).sum().backward();
+        optimizer.step();
+      }
+      return hsdp::unsharded(net->layers->ptr<torch::nn::LinearImpl>(0)->weight);
+    };
+    EXPECT_TRUE(torch::equal(train(made), train(given)));
+  });
+}
+
+TEST(MeshesOfOneReplica, MergeWhatWaitsOnceAndAllReduceNothing) {
+  run_ranks(2, [](RankContext& context) {
+    auto net = hsdp::meta_init([] { return Chain(2); });
+    auto model = hsdp::fully_shard(net, {.mesh = make_mesh(context, {1, 2}), .units = hsdp::each("layers.*")});
+    model.materialize(at::kCPU);
+    const auto gradient = [&](int backwards, bool waits) {
+      net->zero_grad();
+      dtensor::reset_collective_counts();
+      for (int i = 0; i < backwards; ++i) {
+        model.set_requires_all_reduce(!waits || i + 1 == backwards);
+        model->forward(torch::ones({2, 8})).sum().backward();
+      }
+      EXPECT_EQ(dtensor::collective_counts().all_reduces, 0);
+      return hsdp::unsharded(net->layers->ptr<torch::nn::LinearImpl>(0)->weight.grad());
+    };
+    const auto once = gradient(1, false);
+    EXPECT_TRUE(torch::equal(gradient(2, true), once + once));
+  });
+}
+
+TEST(ReplicatedParameters, AreReducedBesideShardedOnes) {
+  run_ranks(2, [](RankContext& context) {
+    auto net = hsdp::meta_init([] { return Chain(2); });
+    auto model = hsdp::fully_shard(
+        net, {.mesh = make_mesh(context, {2}), .units = hsdp::each("layers.*"), .replicated = {"**.bias"}});
+    model.materialize(at::kCPU);
+    model->forward(torch::ones({2, 8}));  // compares the biases
+    dtensor::reset_collective_counts();
+    model->forward(torch::ones({2, 8})).sum().backward();
+    const auto counts = dtensor::collective_counts();
+    EXPECT_EQ(counts.reduce_scatters, 2);
+    EXPECT_EQ(counts.all_reduces, 2);
+    EXPECT_EQ(counts.all_reduce_bytes, 2 * 8 * 4);
+    EXPECT_TRUE(torch::equal(net->layers->ptr<torch::nn::LinearImpl>(1)->bias.grad().sum(),
+                             hsdp::unsharded(net->layers->ptr<torch::nn::LinearImpl>(1)->bias.grad()).sum()));
+  });
+}
+
+TEST(ResettingAnIteration, LeavesAnotherModelAlone) {
+  run_ranks(2, [](RankContext& context) {
+    const auto make = [&] {
+      torch::manual_seed(1);
+      auto net = hsdp::meta_init([] { return Chain(2); });
+      auto model = hsdp::fully_shard(net, {.mesh = make_mesh(context, {2}), .units = hsdp::each("layers.*")});
+      model.materialize(at::kCPU);
+      model.set_requires_gradient_sync(false);
+      model->forward(torch::ones({2, 8})).sum().backward();
+      model.set_requires_gradient_sync(true);
+      return std::make_pair(net, model);
+    };
+    auto [first, reset] = make();
+    auto [second, kept] = make();
+    reset.reset_iteration_state();
+    reset->forward(torch::ones({2, 8})).sum().backward();
+    kept->forward(torch::ones({2, 8})).sum().backward();
+    const auto gradient = [](Chain& net) {
+      return hsdp::unsharded(net->layers->ptr<torch::nn::LinearImpl>(0)->weight.grad());
+    };
+    EXPECT_TRUE(torch::equal(gradient(second), 2 * gradient(first)));
+  });
+}
+
 TEST(Groups, KeepAPartBetweenForwardAndBackward) {
   run_ranks(4, [](RankContext& context) {
     auto net = hsdp::meta_init([] { return Chain(3); });
