@@ -12,6 +12,7 @@
 
 #include "dtensor/dtensor.h"
 #include "dtensor/error.h"
+#include "dtensor/mesh_collectives.h"
 #include "hsdp/host.h"
 #include "hsdp/optimizers.h"
 
@@ -132,11 +133,8 @@ at::Tensor GradScaler::find_inf(const torch::optim::Optimizer& optimizer, double
   // The second number: whether there are gradients, which ranks must agree on before one of them complains.
   auto agreed = at::cat({found, one_float(batches.empty() ? 0 : 1, device)});
   for (const auto& mesh : meshes) {
-    agreed = agreed.to(mesh->device_type());
-    for (int64_t axis = 0; axis < mesh->ndim(); ++axis) {
-      if (mesh->size(axis) == 1) continue;
-      mesh->communicator(axis).all_reduce(agreed, dtensor::ReduceOp::max, {"all_reduce", kWhere})->wait();
-    }
+    agreed = dtensor::on_mesh_device(*mesh, agreed);
+    dtensor::all_reduce(*mesh, agreed, dtensor::ReduceOp::max, {"all_reduce", kWhere});
   }
   if (batches.empty() && agreed[1].item<float>() == 0) {
     raise<StateError>(kWhere, "none of the optimizer's parameters has a gradient, expected backward() before");

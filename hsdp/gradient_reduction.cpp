@@ -122,14 +122,12 @@ std::optional<Reduction> Unit::start_reduction(const std::vector<size_t>& indice
   std::vector<TensorPair> pairs;
   for (auto& bucket : buckets) {
     const auto [before, after] = split_divisor(divide_factor(), bucket.dtype);
-    reduction.divisors.push_back(after);
     const auto place = [&](size_t k, int64_t offset) {
       reduction.parts.push_back({indices[k], reduction.buffers.size(), offset});
       return offset + c10::multiply_integers(parameters_[indices[k]].layout().padded_local_sizes());
     };
     if (data_parallel_size() == 1) {
       // Nothing to reduce: each gradient becomes the shard itself, if nobody else can see it.
-      reduction.divisors.pop_back();
       for (auto k : bucket.members) {
         auto gradient = std::move(gradients[k]);
         const bool sole = is_sole(gradient) && gradient.is_contiguous() && gradient.scalar_type() == bucket.dtype;
@@ -155,6 +153,7 @@ std::optional<Reduction> Unit::start_reduction(const std::vector<size_t>& indice
         reduction.works.push_back(group.all_reduce(buffer, dtensor::ReduceOp::sum, {"all_reduce", name_}));
       }
       reduction.buffers.push_back(std::move(buffer));
+      reduction.divisors.push_back(after);
       continue;
     }
     const bool packs = context_->transport->packs();
@@ -184,6 +183,7 @@ std::optional<Reduction> Unit::start_reduction(const std::vector<size_t>& indice
       pairs.push_back({rows.view({-1}), buffer});
     }
     reduction.buffers.push_back(std::move(buffer));
+    reduction.divisors.push_back(after);
   }
   if (!pairs.empty()) reduction.works.push_back(context_->transport->reduce_scatter(pairs, {"reduce_scatter", name_}));
   if (reduction.works.empty() && advance_reduction(reduction) == Next::kept) return std::nullopt;
@@ -342,8 +342,6 @@ void Unit::add_direct_gradient(size_t index, const at::Tensor& gradient) {
   auto& sum = direct_gradients_[index];
   sum = sum.defined() ? sum + gradient.detach() : gradient.detach();
 }
-
-bool Unit::has_direct_gradients() const { return !direct_gradients_.empty(); }
 
 void Unit::merge_direct_gradients(std::vector<size_t>& indices, std::vector<at::Tensor>& gradients) {
   merge(std::exchange(direct_gradients_, {}), indices, gradients);

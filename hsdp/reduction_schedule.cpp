@@ -89,8 +89,7 @@ void Scheduler::advance_reductions() {
     case Unit::Next::all_reduce:
       return;
     case Unit::Next::finish:
-      while (!reductions_.empty()) finish_front();
-      return;
+      return finish_reductions();
     case Unit::Next::kept:
       reductions_.pop_back();
   }

@@ -99,21 +99,16 @@ void broadcast_replicas(const std::shared_ptr<ShardedModule>& sharded) {
   constexpr auto kWhere = "broadcast_replicas";
   const auto& mesh = mesh_of(*sharded, kWhere);
   sharded->scheduler()->check_not_summoned(kWhere);
-  std::vector<NamedLocals> replicated(static_cast<size_t>(mesh.ndim()));  // for each axis
   for (const auto& target : registered_tensors(*sharded)) {
     if (target.parameter == nullptr) continue;
     if (!target.parameter->impl().has_values()) {
       raise<StateError>(kWhere, "parameter \"", target.names.front(),
                         "\" has no values, expected all to be set; call materialize(device) or load(path) first");
     }
-    const auto& placements = target.parameter->layout().placements();
-    for (size_t axis = 0; axis < replicated.size(); ++axis) {
-      if (!placements[axis].is_replicate()) continue;
-      replicated[axis].emplace_back(target.names.front(), target.parameter->impl().local());
-    }
   }
-  for (int64_t axis = 0; axis < mesh.ndim(); ++axis)
-    broadcast_replicas(replicated[static_cast<size_t>(axis)], mesh, axis);
+  for (int64_t axis = 0; axis < mesh.ndim(); ++axis) {
+    broadcast_replicas(sharded->locals_replicated_over(axis), mesh, axis);
+  }
 }
 
 }  // namespace hsdp

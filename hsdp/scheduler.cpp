@@ -125,8 +125,8 @@ void Scheduler::free_unneeded(bool keep_kept) {
   for (auto& unit : units_) {
     if (!keep_kept) unit->drop_part();
     if (unit->has_pins() || (keep_kept && unit->is_requested())) continue;
-    bool wanted = keep_kept ? !unit->reshard_after_forward() : !unit->settings().reshard_after_backward;
-    if (keep_kept) wanted |= is_kept_by_backward(*unit);
+    const bool wanted = keep_kept ? !unit->reshard_after_forward() || is_kept_by_backward(*unit)
+                                  : !unit->settings().reshard_after_backward;
     const bool kept = wanted && unit->is_gathered() && unit->is_read();
     if (!kept) free(*unit, keep_kept);
   }

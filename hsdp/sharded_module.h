@@ -63,6 +63,9 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   /// where any of these depends on random numbers.
   void replay_missing();
 
+  /// This rank's part, by name, of the parameters of which all ranks along a mesh axis hold the same.
+  std::vector<std::pair<std::string, at::Tensor>> locals_replicated_over(int64_t axis) const;
+
   /// Parameters, then buffers and captured tensors, that have no values yet, described for messages.
   std::vector<std::string> tensors_without_values() const;
 
@@ -86,7 +89,6 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   void check_registered() const;
   bool check_values();
   void check_replicas() const;
-  std::vector<std::pair<std::string, at::Tensor>> locals_replicated_over(int64_t axis) const;
   void part_generators();
 
   std::shared_ptr<torch::nn::Module> module_;

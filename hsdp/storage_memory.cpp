@@ -26,47 +26,30 @@ bool& refuses_reads(c10::StorageImpl& storage);
 class BlockCache {
  public:
   c10::DataPtr take(c10::Allocator& allocator, size_t nbytes) {
+    std::lock_guard lock(mutex_);
     std::unique_ptr<Block> block;
-    {
-      std::lock_guard lock(mutex_);
-      const auto found =
-          std::find_if(cached_.rbegin(), cached_.rend(), [&](const auto& one) { return one->nbytes == nbytes; });
-      if (found != cached_.rend()) {
-        block = std::move(*found);
-        cached_.erase(std::next(found).base());
-        cached_bytes_ -= nbytes;
-      }
+    const auto found =
+        std::find_if(cached_.rbegin(), cached_.rend(), [&](const auto& one) { return one->nbytes == nbytes; });
+    if (found == cached_.rend()) {
+      block = std::make_unique<Block>(Block{allocator.allocate(nbytes), nbytes});
+    } else {
+      block = std::move(*found);
+      cached_.erase(std::next(found).base());
+      cached_bytes_ -= nbytes;
     }
-    if (!block) block = std::make_unique<Block>(Block{allocator.allocate(nbytes), nbytes});
-    size_t most;
-    {
-      std::lock_guard lock(mutex_);
-      is_open_ = true;
-      used_bytes_ += nbytes;
-      most = most_bytes_ = std::max(most_bytes_, used_bytes_);
-    }
-    drop_beyond(most);
+    is_open_ = true;
+    used_bytes_ += nbytes;
+    most_bytes_ = std::max(most_bytes_, used_bytes_);
+    drop_beyond(most_bytes_);
     auto* data = block->memory.get();
     const auto device = block->memory.device();
     return {data, block.release(), &give_back, device};
   }
 
   void close() {
-    {
-      std::lock_guard lock(mutex_);
-      is_open_ = false;
-    }
-    drop_beyond(0);
-  }
-
-  void drop_beyond(size_t bytes) {
-    std::deque<std::unique_ptr<Block>> dropped;
     std::lock_guard lock(mutex_);
-    while (!cached_.empty() && used_bytes_ + cached_bytes_ > bytes) {
-      cached_bytes_ -= cached_.front()->nbytes;
-      dropped.push_back(std::move(cached_.front()));
-      cached_.pop_front();
-    }
+    is_open_ = false;
+    drop_beyond(0);
   }
 
   static BlockCache& instance() {
@@ -80,6 +63,14 @@ class BlockCache {
     c10::DataPtr memory;
     size_t nbytes;
   };
+
+  // Under the lock.
+  void drop_beyond(size_t bytes) {
+    while (!cached_.empty() && used_bytes_ + cached_bytes_ > bytes) {
+      cached_bytes_ -= cached_.front()->nbytes;
+      cached_.pop_front();
+    }
+  }
 
   static void give_back(void* context) {
     auto& self = instance();

@@ -204,7 +204,6 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
   void run_hooks(const AwaitingHooks& awaiting);
   /// A full gradient that came past the unit's node.
   void add_direct_gradient(size_t index, const at::Tensor& gradient);
-  bool has_direct_gradients() const;
   /// Moves direct gradients into the list that is about to be reduced.
   void merge_direct_gradients(std::vector<size_t>& indices, std::vector<at::Tensor>& gradients);
   /// Adds full gradients to those that wait for a backward with gradient sync, in reduce_dtype.

@@ -10,20 +10,17 @@
 #include "hsdp/hsdp.h"
 #include "hsdp/replica_check.h"
 #include "models/transformer.h"
+#include "tests/testing/blocks.h"
 #include "tests/testing/expect.h"
 #include "tests/testing/modules.h"
 #include "tests/testing/multi_process.h"
 #include "tests/testing/parity.h"
+#include "tests/testing/small_transformer.h"
 
 namespace {
 
 using namespace testing_support;
 using dtensor::DTensor;
-
-std::shared_ptr<const dtensor::DeviceMesh> make_mesh(RankContext& context, const std::vector<int64_t>& sizes) {
-  return context.environment().make_mesh(
-      sizes, sizes.size() == 1 ? std::vector<std::string>{"shard"} : std::vector<std::string>{"replicate", "shard"});
-}
 
 struct Mode {
   std::string name;
@@ -73,17 +70,7 @@ TEST_P(Modes, TrainATransformerAsOneProcessDoes) {
   int ranks = 1;
   for (auto size : mode.mesh) ranks *= static_cast<int>(size);
   ParityCase<models::Transformer> c;
-  c.make = [] {
-    models::TransformerConfig config;
-    config.vocab_size = 17;
-    config.hidden_size = 24;
-    config.intermediate_size = 37;
-    config.n_layers = 3;
-    config.n_heads = 4;
-    config.n_kv_heads = 2;
-    config.max_sequence_length = 16;
-    return models::Transformer(config);
-  };
+  c.make = [] { return small_transformer(/*layers=*/3); };
   c.options.units = hsdp::each<models::TransformerBlock>();
   mode.set(c.options);
   c.max_norm = 1.0;
@@ -100,7 +87,7 @@ TEST_P(Modes, TrainATransformerAsOneProcessDoes) {
   run_ranks(ranks, [&](RankContext& context) {
     torch::set_default_dtype(torch::scalarTypeToTypeMeta(torch::kFloat64));
     auto mine = c;
-    mine.options.mesh = make_mesh(context, mode.mesh);
+    mine.options.mesh = mesh_of(context, mode.mesh);
     expect_parity(context, mine);
   });
 }
@@ -135,7 +122,7 @@ TEST_P(ModesOfAnyModule, TrainLayersOfFewerRowsThanRanks) {
   run_ranks(ranks, [&](RankContext& context) {
     torch::set_default_dtype(torch::scalarTypeToTypeMeta(torch::kFloat64));
     auto mine = c;
-    mine.options.mesh = make_mesh(context, mode.mesh);
+    mine.options.mesh = mesh_of(context, mode.mesh);
     expect_parity(context, mine);
   });
 }
@@ -162,7 +149,7 @@ TORCH_MODULE(Chain);
 TEST(DataParallel, CostsOneAllReduceAUnitAndNothingElse) {
   run_ranks(3, [](RankContext& context) {
     auto net = hsdp::meta_init([] { return Chain(4); });
-    auto model = hsdp::fully_shard(net, {.mesh = make_mesh(context, {3, 1}), .units = hsdp::each("layers.*")});
+    auto model = hsdp::fully_shard(net, {.mesh = mesh_of(context, {3, 1}), .units = hsdp::each("layers.*")});
     model.materialize(at::kCPU);
     for (int step = 0; step < 3; ++step) {
       if (step > 0) dtensor::reset_collective_counts();  // the first forward compares the replicas
@@ -182,7 +169,7 @@ TEST(Hybrid, ReduceScattersThenAllReducesWhatIsLeft) {
   run_ranks(4, [](RankContext& context) {
     auto net = hsdp::meta_init([] { return Chain(3); });
     auto model = hsdp::fully_shard(
-        net, {.mesh = make_mesh(context, {2, 2}), .units = hsdp::each("layers.*"), .reshard_after_forward = true});
+        net, {.mesh = mesh_of(context, {2, 2}), .units = hsdp::each("layers.*"), .reshard_after_forward = true});
     model.materialize(at::kCPU);
     for (int step = 0; step < 2; ++step) {
       dtensor::reset_collective_counts();
@@ -205,7 +192,7 @@ TEST(Hybrid, ReduceScattersThenAllReducesWhatIsLeft) {
 TEST(Replicas, ThatStartUnlikeAreRefusedUntilTheyAreMadeEqual) {
   run_ranks(4, [](RankContext& context) {
     auto net = hsdp::meta_init([] { return Chain(2); });
-    auto model = hsdp::fully_shard(net, {.mesh = make_mesh(context, {2, 2})});
+    auto model = hsdp::fully_shard(net, {.mesh = mesh_of(context, {2, 2})});
     model.to_empty(at::kCPU);
     {
       torch::NoGradGuard no_grad;
@@ -225,7 +212,7 @@ TEST(Replicas, ThatStartUnlikeAreRefusedUntilTheyAreMadeEqual) {
 
 TEST(Hybrid, TrainsOverGroupsThatTheProgramMade) {
   run_ranks(4, [](RankContext& context) {
-    const auto made = make_mesh(context, {2, 2});
+    const auto made = mesh_of(context, {2, 2});
     const auto given = dtensor::DeviceMesh::from_communicators(
         at::kCPU, {made->shared_communicator(0), made->shared_communicator(1)}, {"dp", "fsdp"});
     const auto train = [&](const std::shared_ptr<const dtensor::DeviceMesh>& mesh) {
@@ -248,7 +235,7 @@ TEST(Hybrid, TrainsOverGroupsThatTheProgramMade) {
 TEST(MeshesOfOneReplica, MergeWhatWaitsOnceAndAllReduceNothing) {
   run_ranks(2, [](RankContext& context) {
     auto net = hsdp::meta_init([] { return Chain(2); });
-    auto model = hsdp::fully_shard(net, {.mesh = make_mesh(context, {1, 2}), .units = hsdp::each("layers.*")});
+    auto model = hsdp::fully_shard(net, {.mesh = mesh_of(context, {1, 2}), .units = hsdp::each("layers.*")});
     model.materialize(at::kCPU);
     const auto gradient = [&](int backwards, bool waits) {
       net->zero_grad();
@@ -269,7 +256,7 @@ TEST(ReplicatedParameters, AreReducedBesideShardedOnes) {
   run_ranks(2, [](RankContext& context) {
     auto net = hsdp::meta_init([] { return Chain(2); });
     auto model = hsdp::fully_shard(
-        net, {.mesh = make_mesh(context, {2}), .units = hsdp::each("layers.*"), .replicated = {"**.bias"}});
+        net, {.mesh = mesh_of(context, {2}), .units = hsdp::each("layers.*"), .replicated = {"**.bias"}});
     model.materialize(at::kCPU);
     model->forward(torch::ones({2, 8}));  // compares the biases
     dtensor::reset_collective_counts();
@@ -288,7 +275,7 @@ TEST(ResettingAnIteration, LeavesAnotherModelAlone) {
     const auto make = [&] {
       torch::manual_seed(1);
       auto net = hsdp::meta_init([] { return Chain(2); });
-      auto model = hsdp::fully_shard(net, {.mesh = make_mesh(context, {2}), .units = hsdp::each("layers.*")});
+      auto model = hsdp::fully_shard(net, {.mesh = mesh_of(context, {2}), .units = hsdp::each("layers.*")});
       model.materialize(at::kCPU);
       model.set_requires_gradient_sync(false);
       model->forward(torch::ones({2, 8})).sum().backward();
@@ -311,7 +298,7 @@ TEST(Groups, KeepAPartBetweenForwardAndBackward) {
   run_ranks(4, [](RankContext& context) {
     auto net = hsdp::meta_init([] { return Chain(3); });
     auto model = hsdp::fully_shard(
-        net, {.mesh = make_mesh(context, {4}), .units = hsdp::each("layers.*"), .reshard_after_forward = 2});
+        net, {.mesh = mesh_of(context, {4}), .units = hsdp::each("layers.*"), .reshard_after_forward = 2});
     model.materialize(at::kCPU);
     for (int step = 0; step < 3; ++step) {
       dtensor::reset_collective_counts();

@@ -1,4 +1,6 @@
 // Sharded training equals unsharded training of the same module in one process on the concatenated batch.
+#include "tests/testing/parity.h"
+
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -9,7 +11,7 @@
 #include "models/transformer.h"
 #include "tests/testing/modules.h"
 #include "tests/testing/multi_process.h"
-#include "tests/testing/parity.h"
+#include "tests/testing/small_transformer.h"
 
 namespace {
 
@@ -109,18 +111,7 @@ TEST_P(Parity, StockModules) {
 
 ParityCase<models::Transformer> transformer_case(bool tied) {
   ParityCase<models::Transformer> c;
-  c.make = [tied] {
-    models::TransformerConfig config;
-    config.vocab_size = 17;
-    config.hidden_size = 24;
-    config.intermediate_size = 37;
-    config.n_layers = 3;
-    config.n_heads = 4;
-    config.n_kv_heads = 2;
-    config.max_sequence_length = 16;
-    config.tie_embeddings = tied;
-    return models::Transformer(config);
-  };
+  c.make = [tied] { return small_transformer(/*layers=*/3, tied); };
   c.options.units = hsdp::each<models::TransformerBlock>();
   c.max_norm = 1.0;
   c.loss = [](models::TransformerImpl& net, int64_t step, int64_t begin, int64_t end) {

@@ -22,6 +22,7 @@
 #include "tests/testing/offline_mesh.h"
 #include "tests/testing/on_device.h"
 #include "tests/testing/parity.h"
+#include "tests/testing/small_transformer.h"
 #include "tests/testing/staged_backend.h"
 
 namespace {
@@ -459,18 +460,7 @@ TEST_P(OnDevice, TrainsStockModules) {
 
 TEST_P(OnDevice, TrainsATransformerWithTiedEmbeddings) {
   ParityCase<models::Transformer> c;
-  c.make = [] {
-    models::TransformerConfig config;
-    config.vocab_size = 17;
-    config.hidden_size = 24;
-    config.intermediate_size = 37;
-    config.n_layers = 2;
-    config.n_heads = 4;
-    config.n_kv_heads = 2;
-    config.max_sequence_length = 16;
-    config.tie_embeddings = true;
-    return models::Transformer(config);
-  };
+  c.make = [] { return small_transformer(/*layers=*/2, /*tied=*/true); };
   c.options.units = hsdp::each<models::TransformerBlock>();
   c.max_norm = 1.0;
   c.loss = [](models::TransformerImpl& net, int64_t step, int64_t begin, int64_t end) {
