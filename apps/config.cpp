@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "apps/checkpoint_lookup.h"
 #include "apps/config_fields.h"
 #include "apps/yaml_entries.h"
 #include "dtensor/error.h"
@@ -112,6 +113,11 @@ void check_together(const Config& config, const YamlEntries& yaml, const std::st
       (config.data.format != TokenFormat::bytes || config.model.vocab_size != 256)) {
     problems.push_back(c10::str(place("training.sample_bytes"), " is ", config.training.sample_bytes,
                                 ", expected 0 unless data.format is bytes and model.vocab_size is 256"));
+  }
+  if (config.checkpoint.folder.empty() && step_in(config.checkpoint.load)) {
+    problems.push_back(
+        c10::str(place("checkpoint.load"), " is ", config.checkpoint.load,
+                 ", expected checkpoint.folder to be set, since it names one there; a path has a slash"));
   }
 }
 

@@ -93,6 +93,21 @@ struct MetricsConfig {
   int64_t log_every = 10;
 };
 
+struct CheckpointConfig {
+  /// Of the run's checkpoints, `step-N` each, on a file system that all ranks see; empty (`none` in YAML): no
+  /// checkpoints.
+  std::string folder;
+  /// Steps between two of them. The end of training and a signal always save. 0: these alone.
+  int64_t every = 500;
+  /// See hsdp::CheckpointFolderOptions.
+  int64_t keep_latest = 10, keep_every = 0;
+  /// What to go on from: `auto`, `none`, `step-N` of the folder, or the path of a checkpoint. See checkpointing.h.
+  std::string load = "auto";
+  bool async = false;
+  /// Whole weights to begin with where there is no checkpoint to go on from; empty (`none` in YAML): initial values.
+  std::string weights;
+};
+
 enum class CommBackend { automatic, gloo, nccl };
 
 struct CommConfig {
@@ -113,6 +128,7 @@ struct Config {
   GradScalerConfig grad_scaler;
   LrScheduleConfig lr_schedule;
   MetricsConfig metrics;
+  CheckpointConfig checkpoint;
   CommConfig comm;
 };
 

@@ -149,6 +149,18 @@ class Fields {
     });
   }
 
+  /// `none` for an empty text. A text of that word is spelled in quotes.
+  void text_or_none(const char* key, std::string& value) {
+    text(key, value);
+    const auto plain = fields_.back();
+    fields_.back().set = [&value, plain](const YamlEntry& entry) {
+      if (entry.kind != YamlEntry::Kind::plain || entry.text != "none") return plain.set(entry);
+      value.clear();
+      return std::optional<std::string>();
+    };
+    fields_.back().get = [&value, plain] { return value.empty() ? "none" : plain.get(); };
+  }
+
   template <class Value>
   void choice(const char* key, Value& value, std::vector<std::pair<std::string, Value>> choices,
               Presence presence = Presence::optional) {
@@ -335,6 +347,15 @@ std::vector<ConfigField> config_fields(Config& config) {
   fields.section("metrics");
   fields.text("folder", config.metrics.folder, required);
   fields.integer("log_every", config.metrics.log_every, 1);
+
+  fields.section("checkpoint");
+  fields.text_or_none("folder", config.checkpoint.folder);
+  fields.integer("every", config.checkpoint.every, 0);
+  fields.integer("keep_latest", config.checkpoint.keep_latest, 0);
+  fields.integer("keep_every", config.checkpoint.keep_every, 0);
+  fields.text("load", config.checkpoint.load);
+  fields.boolean("async", config.checkpoint.async);
+  fields.text_or_none("weights", config.checkpoint.weights);
 
   fields.section("comm");
   fields.choice<CommBackend>(

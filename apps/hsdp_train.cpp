@@ -15,6 +15,7 @@
 #include "apps/data_loader.h"
 #include "apps/failure.h"
 #include "apps/metrics.h"
+#include "apps/stop_signal.h"
 #include "apps/trainer.h"
 #include "dtensor/error.h"
 #include "hsdp/init.h"
@@ -67,7 +68,7 @@ apps::Config read_config(const Arguments& arguments) {
 
 /// Every rank does the same; a mistake that only some of them see ends all of them.
 void run(const hsdp::Environment& environment, const std::optional<apps::Config>& config,
-         const std::exception_ptr& config_failure) {
+         const std::exception_ptr& config_failure, const apps::StopSignal* stop) {
   apps::agree(environment, [&] {
     if (config_failure) std::rethrow_exception(config_failure);
     apps::shard_ranks(config->parallelism, environment.world_size());
@@ -91,13 +92,14 @@ void run(const hsdp::Environment& environment, const std::optional<apps::Config>
   apps::check_same(environment, {{"the number of tokens in data.path", std::to_string(data->file().size())}});
 
   // Last, since it replaces the metrics of a former run.
-  apps::train(*config, environment, *data, [&] {
+  const auto open_folder = [&](int64_t resumed_step) {
     std::unique_ptr<apps::RunFolder> folder;
     apps::agree(environment, [&] {
-      if (environment.rank() == 0) folder = std::make_unique<apps::RunFolder>(*config);
+      if (environment.rank() == 0) folder = std::make_unique<apps::RunFolder>(*config, resumed_step);
     });
     return folder;
-  });
+  };
+  apps::train(*config, environment, *data, open_folder, stop);
 }
 
 apps::ExitCode train_and_report(const Arguments& arguments) {
@@ -109,6 +111,10 @@ apps::ExitCode train_and_report(const Arguments& arguments) {
     config_failure = std::current_exception();
   }
 
+  // From here on a signal ends the run with a checkpoint.
+  std::optional<apps::StopSignal> stop;
+  if (config && !config->checkpoint.folder.empty()) stop.emplace();
+
   std::optional<hsdp::Environment> environment;
   try {
     // With a broken configuration the ranks meet all the same, to find out who tells it.
@@ -119,7 +125,7 @@ apps::ExitCode train_and_report(const Arguments& arguments) {
   }
 
   try {
-    run(*environment, config, config_failure);
+    run(*environment, config, config_failure, stop ? &*stop : nullptr);
     hsdp::shutdown();
   } catch (...) {
     return apps::report(std::current_exception(), environment->rank(), apps::Teller::first);

@@ -23,7 +23,7 @@ struct StepMetrics {
   int64_t peak_memory_bytes = 0;
   /// Trained on so far, over all ranks.
   int64_t tokens = 0;
-  /// Since training began.
+  /// Since training began. A run that goes on from a checkpoint adds to those of its last kept line.
   double seconds = 0.0;
 };
 
@@ -34,21 +34,29 @@ std::string to_json(const StepMetrics& metrics);
 std::string to_console(const StepMetrics& metrics, int64_t steps);
 
 /// The folder of one run, kept by one rank: metrics.jsonl and the resolved config.yaml. A former run's files of these
-/// names are replaced. Every line is flushed, so that a run that was killed can be read up to its last logged step.
+/// names are replaced; a run that goes on from a checkpoint keeps the lines up to its step and adds to them. Every line
+/// is flushed, so that a run that was killed can be read up to its last logged step.
 class RunFolder {
  public:
-  /// Makes the folder where needed and starts both files. Throws dtensor::ValueError when the folder is a file or
-  /// cannot be made or written.
-  explicit RunFolder(const Config& config);
+  /// Makes the folder where needed and starts both files. `resumed_step` is 0 for a run that starts anew. Lines that
+  /// are kept come first in the file; what follows the first that was cut short or is of a later step goes. Throws
+  /// dtensor::ValueError when the folder is a file or cannot be made or written.
+  explicit RunFolder(const Config& config, int64_t resumed_step = 0);
 
-  /// True when a metrics.jsonl of a former run was there.
+  /// True when a metrics.jsonl of a former run was there and nothing of it was kept.
   bool replaced() const { return replaced_; }
+  /// How many of its lines were.
+  int64_t kept_lines() const { return kept_lines_; }
+  /// The last kept line's; 0 without one.
+  double kept_seconds() const { return kept_seconds_; }
   /// Appends one line. Throws std::runtime_error when it cannot be written, for example on a full disk.
   void append(const StepMetrics& metrics);
 
  private:
   std::string path_;
   bool replaced_ = false;
+  int64_t kept_lines_ = 0;
+  double kept_seconds_ = 0.0;
   std::ofstream file_;
 };
 

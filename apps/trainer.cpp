@@ -11,6 +11,7 @@
 #include <string>
 #include <variant>
 
+#include "apps/checkpointing.h"
 #include "apps/failure.h"
 #include "hsdp/hsdp.h"
 #include "hsdp/launch/device.h"
@@ -89,15 +90,20 @@ void set_lr(torch::optim::Optimizer& optimizer, double lr) {
   for (auto& group : optimizer.param_groups()) group.options().set_lr(lr);
 }
 
-/// One number combined over all ranks.
-double all_reduced(const hsdp::Environment& environment, torch::Tensor value, dtensor::ReduceOp op,
-                   const char* subject) {
-  environment.communicator()->all_reduce(value, op, {"all_reduce", subject})->wait();
-  return value.item<double>();
-}
-
 torch::Tensor as_scalar(const hsdp::Environment& environment, double value) {
   return torch::full({1}, value, torch::dtype(torch::kFloat64).device(environment.device()));
+}
+
+/// Numbers combined over all ranks, on the host.
+torch::Tensor all_reduced(const hsdp::Environment& environment, const torch::Tensor& values, dtensor::ReduceOp op,
+                          const char* subject) {
+  environment.communicator()->all_reduce(values, op, {"all_reduce", subject})->wait();
+  return values.cpu();
+}
+
+/// 1 where this rank was told to stop.
+torch::Tensor as_scalar(const hsdp::Environment& environment, const StopSignal* stop) {
+  return as_scalar(environment, stop && stop->received() ? 1.0 : 0.0);
 }
 
 /// Forwards and backwards of this rank's part of the global batch. Returns the mean loss over it.
@@ -145,7 +151,7 @@ std::string sample(const TrainingConfig& config, Model& model, torch::Device dev
 }  // namespace
 
 void train(const Config& config, const hsdp::Environment& environment, const DataLoader& data,
-           const std::function<std::unique_ptr<RunFolder>()>& open_folder) {
+           const OpenRunFolder& open_folder, const StopSignal* stop) {
   const auto& training = config.training;
   const torch::Device device = environment.device();
   torch::manual_seed(uint64_t(training.seed));
@@ -154,67 +160,95 @@ void train(const Config& config, const hsdp::Environment& environment, const Dat
   const auto parameters = model->parameters();
   const auto optimizer = make_optimizer(config.optimizer, model);
   auto scaler = make_grad_scaler(config);
-  const auto folder = open_folder();
-  model.materialize(device);
 
+  Checkpointing checkpoints(config, environment, data);
+  hsdp::TrainingState state{.model = model.core(), .optimizers = {optimizer.get()}, .grad_scaler = &scaler};
+  checkpoints.start(state);
+  auto& progress = state.progress;
+  const auto folder = open_folder(progress.step);
   if (folder) {
     int64_t count = 0;
     for (const auto& parameter : parameters) count += parameter.numel();
     std::cout << "model: " << count << " parameters on " << model.core()->mesh()->to_string()
               << "\ndata: " << data.file().path() << ", " << data.file().size() << " tokens, " << data.steps_per_epoch()
-              << " steps an epoch\nrun folder: " << config.metrics.folder
-              << (folder->replaced() ? ", replacing the metrics of a former run" : "") << std::endl;
+              << " steps an epoch\nrun folder: " << config.metrics.folder;
+    if (folder->replaced()) std::cout << ", replacing the metrics of a former run";
+    if (folder->kept_lines() > 0) std::cout << ", after " << folder->kept_lines() << " lines of metrics";
+    std::cout << std::endl;
+    if (progress.step >= training.steps) {
+      std::cout << "training: nothing to do, training.steps is " << training.steps << " and step " << progress.step
+                << " is done" << std::endl;
+    }
   }
 
   const double max_norm = training.max_norm > 0.0 ? training.max_norm : std::numeric_limits<double>::infinity();
   const int64_t tokens_per_step = training.global_batch_size * training.sequence_length;
+  const double former_seconds = folder ? folder->kept_seconds() : 0.0;
   const auto start = Clock::now();
-  double logged_seconds = 0.0;
-  int64_t logged_step = 0;
-  for (int64_t index = 0; index < training.steps; ++index) {
+  double logged_seconds = former_seconds;
+  int64_t logged_tokens = progress.tokens;
+  bool stopping =
+      stop &&
+      all_reduced(environment, as_scalar(environment, stop), dtensor::ReduceOp::max, "stop signal").item<double>() >
+          0.0;
+  while (progress.step < training.steps && !stopping) {
     StepMetrics metrics;
-    metrics.step = index + 1;
-    metrics.lr = config.optimizer.lr * lr_factor(config.lr_schedule, index, training.steps);
+    metrics.step = progress.step + 1;
+    metrics.lr = config.optimizer.lr * lr_factor(config.lr_schedule, progress.step, training.steps);
     set_lr(*optimizer, metrics.lr);
 
     optimizer->zero_grad();
-    const auto total = accumulate_gradients(model, scaler, data.batch(index), training.gradient_accumulation, device);
+    const auto total =
+        accumulate_gradients(model, scaler, data.batch(progress.data_position), training.gradient_accumulation, device);
     scaler.unscale_(*optimizer);
     metrics.grad_norm = hsdp::clip_grad_norm_(parameters, max_norm);
+    const auto sums =
+        all_reduced(environment, torch::cat({total, as_scalar(environment, stop)}), dtensor::ReduceOp::sum, "loss");
     // Every rank has as many tokens, so the mean over ranks is the mean over the global batch.
-    metrics.loss = all_reduced(environment, total, dtensor::ReduceOp::sum, "loss") / double(environment.world_size());
+    metrics.loss = sums[0].item<double>() / double(environment.world_size());
+    stopping = sums[1].item<double>() > 0.0;
 
     // Gradients that their scale made infinite are the scaler's affair: it skips the step and lowers the scale.
     const bool scaled_too_far = scaler.enabled() && scaler.get_scale() > 1.0;
     const bool finite = std::isfinite(metrics.loss) && (std::isfinite(metrics.grad_norm) || scaled_too_far);
-    const bool first_or_last = index == 0 || metrics.step == training.steps;
+    const bool first_or_last = metrics.step == 1 || metrics.step == training.steps;
     if (finite) {
       scaler.step(*optimizer);
       scaler.update();
+      progress = {metrics.step, progress.tokens + tokens_per_step, progress.data_position + 1};
     }
     if (!finite || first_or_last || metrics.step % config.metrics.log_every == 0) {
       const auto peak = as_scalar(environment, double(hsdp::peak_memory_bytes(device)));
-      metrics.peak_memory_bytes = int64_t(all_reduced(environment, peak, dtensor::ReduceOp::max, "peak_memory_bytes"));
-      metrics.seconds = seconds_since(start);
+      metrics.peak_memory_bytes =
+          int64_t(all_reduced(environment, peak, dtensor::ReduceOp::max, "peak_memory_bytes").item<double>());
+      metrics.seconds = former_seconds + seconds_since(start);
       metrics.tokens = metrics.step * tokens_per_step;
-      metrics.tokens_per_second =
-          double((metrics.step - logged_step) * tokens_per_step) / (metrics.seconds - logged_seconds);
+      metrics.tokens_per_second = double(metrics.tokens - logged_tokens) / (metrics.seconds - logged_seconds);
       logged_seconds = metrics.seconds;
-      logged_step = metrics.step;
+      logged_tokens = metrics.tokens;
       if (folder) {
         folder->append(metrics);
         std::cout << to_console(metrics, training.steps) << std::endl;
       }
     }
     if (!finite) {
+      checkpoints.wait();
       dtensor::raise<NonFiniteError>("training", "step ", metrics.step, ": loss is ", metrics.loss,
                                      " and grad_norm is ", metrics.grad_norm,
                                      ", expected finite numbers; stopped before the optimizer's step; a lower "
                                      "optimizer.lr or a longer lr_schedule.warmup_steps may help");
     }
+    checkpoints.step_done(state);
   }
+  checkpoints.save(state);
+  checkpoints.wait();
 
-  if (training.sample_bytes > 0) {
+  if (stopping) {
+    if (folder) {
+      std::cout << "checkpoint: stopped by a signal after step " << progress.step
+                << "; checkpoint.load auto goes on from there" << std::endl;
+    }
+  } else if (training.sample_bytes > 0) {
     const std::string text = sample(training, model, device);
     if (folder) std::cout << "sample:\n" << text << std::endl;
   }

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <limits>
@@ -57,26 +58,36 @@ std::optional<Failure> lowest_failure(const dtensor::DeviceMesh& mesh, c10::Devi
   dtensor::all_reduce(mesh, lowest, dtensor::ReduceOp::min, {"all_reduce", where});
   const auto failed = lowest.item<int64_t>();
   if (failed == kNobody) return std::nullopt;
-  const bool is_mine = mesh.rank() == failed;
-  auto header = at::zeros({2}, at::TensorOptions(kHost).dtype(at::kLong));
-  if (is_mine) {
-    header[0] = static_cast<int64_t>(mine->kind);
-    header[1] = static_cast<int64_t>(mine->text.size());
-  }
-  header = header.to(device);
-  dtensor::broadcast(mesh, header, failed, {"broadcast", where});
-  header = header.to(kHost);
-  auto bytes = at::empty({header[1].item<int64_t>()}, at::TensorOptions(kHost).dtype(at::kByte));
-  if (is_mine) std::memcpy(bytes.mutable_data_ptr(), mine->text.data(), mine->text.size());
-  bytes = bytes.to(device);
-  dtensor::broadcast(mesh, bytes, failed, {"broadcast", where});
-  bytes = bytes.to(kHost);
-  return Failure{failed,
-                 static_cast<Kind>(header[0].item<int64_t>()),
-                 {static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(bytes.numel())}};
+  auto kind =
+      at::full({1}, static_cast<int64_t>(mine ? mine->kind : Kind::other), at::TensorOptions(device).dtype(at::kLong));
+  dtensor::broadcast(mesh, kind, failed, {"broadcast", where});
+  return Failure{failed, static_cast<Kind>(kind.item<int64_t>()),
+                 broadcast_text(mesh, device, where, mine ? mine->text : std::string(), failed)};
 }
 
 }  // namespace
+
+std::string broadcast_text(const dtensor::DeviceMesh& mesh, c10::Device device, const char* where,
+                           const std::string& text, int64_t root) {
+  if (mesh.size() == 1) return text;
+  dtensor::CollectiveGuard guard;
+  const bool is_mine = mesh.rank() == root;
+  const auto size = at::full({1}, static_cast<int64_t>(text.size()), at::TensorOptions(device).dtype(at::kLong));
+  dtensor::broadcast(mesh, size, root, {"broadcast", where});
+  std::string received = is_mine ? text : std::string(static_cast<size_t>(size.item<int64_t>()), '\0');
+  // In pieces, for backends that count bytes in 32 bits.
+  constexpr size_t kPiece = size_t{1} << 28;
+  for (size_t begin = 0; begin < received.size(); begin += kPiece) {
+    const auto count = std::min(kPiece, received.size() - begin);
+    auto bytes = at::empty({static_cast<int64_t>(count)}, at::TensorOptions(kHost).dtype(at::kByte));
+    std::memcpy(bytes.mutable_data_ptr(), received.data() + begin, count);
+    bytes = bytes.to(device);
+    dtensor::broadcast(mesh, bytes, root, {"broadcast", where});
+    bytes = bytes.to(kHost);
+    std::memcpy(received.data() + begin, bytes.const_data_ptr(), count);
+  }
+  return received;
+}
 
 void agree(const dtensor::DeviceMesh& mesh, c10::Device device, const char* where, const std::function<void()>& work) {
   std::exception_ptr cause;

@@ -2,14 +2,10 @@
 // that have no memory, and its records are copied around values that are gathered one after another.
 #include <ATen/ATen.h>
 #include <caffe2/serialize/inline_container.h>
-#include <fcntl.h>
 #include <torch/nn/module.h>
 #include <torch/serialize/output-archive.h>
-#include <unistd.h>
 
-#include <cerrno>
-#include <cstdio>
-#include <cstring>
+#include <exception>
 #include <optional>
 #include <sstream>
 #include <unordered_map>
@@ -18,6 +14,7 @@
 #include "dtensor/dtensor.h"
 #include "dtensor/error.h"
 #include "hsdp/agreement.h"
+#include "hsdp/checkpoint/files.h"
 #include "hsdp/host.h"
 #include "hsdp/python_pickle.h"
 #include "hsdp/registered_tensors.h"
@@ -31,55 +28,31 @@ using dtensor::raise;
 
 constexpr auto kWhere = "export_pt";
 
-// A file that appears under its name when it is complete.
-class FileInWriting {
+// The file that the zip writer writes to. A failure is remembered, and the rest taken without writing: the zip writer
+// ends the process where it cannot finish.
+class ArchiveFile {
  public:
-  explicit FileInWriting(std::string path)
-      : path_(std::move(path)), temporary_(path_ + ".tmp" + std::to_string(::getpid())) {
-    descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    if (descriptor_ < 0) fail("cannot be created", errno);
-  }
-  ~FileInWriting() {
-    if (descriptor_ >= 0) ::close(descriptor_);
-    if (!complete_) ::unlink(temporary_.c_str());
-  }
-  FileInWriting(const FileInWriting&) = delete;
-  FileInWriting& operator=(const FileInWriting&) = delete;
+  explicit ArchiveFile(const std::string& path) : file_(kWhere, path) {}
 
-  // Remembers a failure and takes the rest without writing: the zip writer ends the process where it cannot finish.
   size_t write(const void* data, size_t size) {
-    const auto* bytes = static_cast<const char*>(data);
-    for (size_t done = 0; done < size && error_ == 0;) {
-      const auto count = ::write(descriptor_, bytes + done, size - done);
-      if (count > 0) {
-        done += static_cast<size_t>(count);
-      } else if (count == 0 || errno != EINTR) {
-        error_ = count == 0 ? ENOSPC : errno;
-      }
+    try {
+      if (!failure_) file_.write(data, size);
+    } catch (...) {
+      failure_ = std::current_exception();
     }
     return size;
   }
   void check() const {
-    if (error_ != 0) fail("cannot be written", error_);
+    if (failure_) std::rethrow_exception(failure_);
   }
   void complete() {
     check();
-    if (::fsync(descriptor_) != 0) fail("cannot be written", errno);
-    if (::close(std::exchange(descriptor_, -1)) != 0) fail("cannot be written", errno);
-    if (std::rename(temporary_.c_str(), path_.c_str()) != 0) fail("cannot be replaced", errno);
-    complete_ = true;
+    file_.complete();
   }
 
  private:
-  [[noreturn]] void fail(const char* what, int error) const {
-    raise<dtensor::ValueError>(kWhere, path_, " ", what, " on rank 0: ", std::strerror(error),
-                               ", expected a path in a folder that can be written, with room for the whole model");
-  }
-
-  std::string path_, temporary_;
-  int descriptor_ = -1;
-  int error_ = 0;
-  bool complete_ = false;
+  FileWriter file_;
+  std::exception_ptr failure_;
 };
 
 // Placeholders that libtorch writes as records of no bytes, on a device that no real name can be mistaken for.
@@ -164,24 +137,10 @@ class Export {
   }
 
  private:
-  FileInWriting file_;
+  ArchiveFile file_;
   std::unordered_map<std::string, std::string> records_;
   std::optional<caffe2::serialize::PyTorchStreamWriter> writer_;
 };
-
-// On rank 0 and those that it gathers with; undefined on other replicas. They wait here, tensor by tensor, for as long
-// as rank 0 takes to write: for the whole file would be longer than any collective may take.
-at::Tensor whole_of(const RegisteredTensor& target) {
-  if (target.parameter == nullptr) return target.tensor;
-  const auto& layout = target.parameter->layout();
-  bool first_replica = true;
-  for (int64_t axis = 0; axis < layout.mesh()->ndim(); ++axis) {
-    if (!layout.placements()[static_cast<size_t>(axis)].is_replicate()) continue;
-    layout.mesh()->communicator(axis).barrier({"barrier", target.names.front()});
-    first_replica &= layout.mesh()->coordinate()[static_cast<size_t>(axis)] == 0;
-  }
-  return first_replica ? dtensor::DTensor(target.tensor).full_tensor() : at::Tensor();
-}
 
 }  // namespace
 
@@ -191,17 +150,14 @@ void export_pt(const std::shared_ptr<ShardedModule>& sharded, const std::string&
   sharded->scheduler()->compare_writes(mesh);
   std::optional<Export> out;
   agree(mesh, device, kWhere, [&] {
-    if (const auto names = sharded->tensors_without_values(); !names.empty()) {
-      raise<dtensor::StateError>(kWhere, names.size(), " tensors have no values, the first is ", names.front(),
-                                 ", expected all to be set; call materialize(device) or load(path) first");
-    }
+    check_values(kWhere, *sharded);
     if (mesh.rank() == 0) out.emplace(sharded->module(), path);
   });
   // After a failure the others still gather: rank 0 goes along.
   std::exception_ptr failure;
   for (auto& target : registered_tensors(*sharded)) {
     if (!target.in_files) continue;
-    const auto whole = whole_of(target);
+    const auto whole = whole_for_rank_0(target);
     if (!out || failure) continue;
     try {
       out->write(target, whole);

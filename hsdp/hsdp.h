@@ -6,6 +6,8 @@
 #include "dtensor/inspect.h"
 #include "hsdp/activation_checkpoint.h"
 #include "hsdp/backend.h"
+#include "hsdp/checkpoint/checkpoint.h"
+#include "hsdp/checkpoint/checkpoint_folder.h"
 #include "hsdp/clip.h"
 #include "hsdp/fully_shard.h"
 #include "hsdp/grad_scaler.h"

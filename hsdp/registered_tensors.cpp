@@ -21,15 +21,6 @@ namespace {
 using dtensor::raise;
 using dtensor::ValueError;
 
-// `missing "a", "b" and 3 more`
-std::string quoted_list(const char* label, const std::vector<std::string>& names) {
-  constexpr size_t kShown = 10;
-  std::string text = label;
-  for (size_t i = 0; i < names.size() && i < kShown; ++i) text += (i > 0 ? ", \"" : " \"") + names[i] + "\"";
-  if (names.size() > kShown) text += " and " + std::to_string(names.size() - kShown) + " more";
-  return text;
-}
-
 // Walks as Module::save does.
 void collect_saved(const torch::nn::Module& module, std::unordered_set<const c10::TensorImpl*>& saved) {
   for (auto& entry : module.named_parameters(/*recurse=*/false)) saved.insert(entry.value().unsafeGetTensorImpl());
@@ -72,45 +63,50 @@ std::vector<RegisteredTensor> registered_tensors(const ShardedModule& sharded) {
   return result;
 }
 
-std::vector<size_t> match_sources(const char* where, const std::string& what,
-                                  const std::vector<RegisteredTensor>& targets,
-                                  const std::vector<ValueSource>& sources) {
+std::string quoted_list(const char* label, const std::vector<std::string>& names) {
+  constexpr size_t kShown = 10;
+  std::string text = label;
+  for (size_t i = 0; i < names.size() && i < kShown; ++i) text += (i > 0 ? ", \"" : " \"") + names[i] + "\"";
+  if (names.size() > kShown) text += " and " + std::to_string(names.size() - kShown) + " more";
+  return text;
+}
+
+NameMatch match_names(const char* where, const std::string& what, const std::vector<RegisteredTensor>& targets,
+                      const std::vector<ValueSource>& sources, const MatchOptions& options) {
   std::map<std::string, size_t> by_name;
   for (size_t i = 0; i < sources.size(); ++i) by_name[sources[i].name] = i;
-  std::vector<size_t> plan;
-  std::vector<std::string> missing, unexpected, problems;
+  NameMatch match;
+  std::vector<std::string> problems;
   std::vector<bool> used(sources.size(), false);
-  std::vector<std::pair<size_t, size_t>> tied;  // sources that must be equal
   for (auto& target : targets) {
     std::vector<size_t> found;
     for (auto& name : target.names) {
       auto entry = by_name.find(name);
       if (entry == by_name.end()) continue;
       const auto& source = sources[entry->second];
+      const auto dtype = target.tensor.scalar_type();
       used[entry->second] = true;
       found.push_back(entry->second);
       if (!target.tensor.sizes().equals(source.sizes)) {
         problems.push_back(
             c10::str("\"", name, "\" of shape ", c10::IntArrayRef(source.sizes), ", expected ", target.tensor.sizes()));
-      } else if (c10::isComplexType(source.dtype) && !c10::isComplexType(target.tensor.scalar_type())) {
-        problems.push_back(
-            c10::str("\"", name, "\" of dtype ", source.dtype, ", expected ", target.tensor.scalar_type()));
+      } else if ((c10::isComplexType(source.dtype) && !c10::isComplexType(dtype)) ||
+                 (options.same_dtypes && source.dtype != dtype)) {
+        problems.push_back(c10::str("\"", name, "\" of dtype ", source.dtype, ", expected ", dtype));
       }
     }
     // Of tied parameters one name is enough.
-    if (found.empty()) {
-      missing.push_back(target.names.front());
-      continue;
+    if (found.empty() && (target.in_files || !options.unsaved_may_be_missing)) {
+      match.missing.push_back(target.names.front());
     }
-    plan.push_back(found.front());
-    for (size_t k = 1; k < found.size(); ++k) tied.emplace_back(found[0], found[k]);
+    match.sources.push_back(std::move(found));
   }
   for (size_t i = 0; i < sources.size(); ++i) {
-    if (!used[i]) unexpected.push_back(sources[i].name);
+    if (!used[i]) match.unexpected.push_back(sources[i].name);
   }
   std::vector<std::string> parts;
-  if (!missing.empty()) parts.push_back(quoted_list("missing", missing));
-  if (!unexpected.empty()) parts.push_back(quoted_list("unexpected", unexpected));
+  if (options.strict && !match.missing.empty()) parts.push_back(quoted_list("missing", match.missing));
+  if (options.strict && !match.unexpected.empty()) parts.push_back(quoted_list("unexpected", match.unexpected));
   constexpr size_t kShown = 10;
   for (size_t i = 0; i < problems.size() && i < kShown; ++i) parts.push_back(problems[i]);
   if (problems.size() > kShown) parts.push_back(c10::str(problems.size() - kShown, " more of other shapes or dtypes"));
@@ -120,14 +116,24 @@ std::vector<size_t> match_sources(const char* where, const std::string& what,
     raise<ValueError>(where, what, " does not fit the module: ", text,
                       "; names and shapes must be those of the module");
   }
-  for (auto& [first, second] : tied) {
-    const auto &one = sources[first], &other = sources[second];
-    const bool same_dtype = one.dtype == other.dtype;
-    if (same_dtype && same_values(one.read(), other.read())) continue;
-    raise<ValueError>(where, what, " has unlike ",
-                      same_dtype ? std::string("values") : c10::str("dtypes ", one.dtype, " and ", other.dtype),
-                      " for \"", one.name, "\" and \"", other.name,
-                      "\", expected equal ones, since the module ties them; leave one of them out");
+  return match;
+}
+
+std::vector<std::optional<size_t>> match_sources(const char* where, const std::string& what,
+                                                 const std::vector<RegisteredTensor>& targets,
+                                                 const std::vector<ValueSource>& sources, const MatchOptions& options) {
+  std::vector<std::optional<size_t>> plan;
+  for (const auto& found : match_names(where, what, targets, sources, options).sources) {
+    plan.push_back(found.empty() ? std::nullopt : std::optional(found.front()));
+    for (size_t k = 1; k < found.size(); ++k) {
+      const auto &one = sources[found.front()], &other = sources[found[k]];
+      const bool same_dtype = one.dtype == other.dtype;
+      if (same_dtype && same_values(one.read(), other.read())) continue;
+      raise<ValueError>(where, what, " has unlike ",
+                        same_dtype ? std::string("values") : c10::str("dtypes ", one.dtype, " and ", other.dtype),
+                        " for \"", one.name, "\" and \"", other.name,
+                        "\", expected equal ones, since the module ties them; leave one of them out");
+    }
   }
   return plan;
 }
@@ -140,9 +146,34 @@ void set_value(const RegisteredTensor& target, const at::Tensor& whole) {
     target.tensor.copy_(whole);
     return;
   }
-  auto local = target.parameter->impl().local();
-  local.copy_(dtensor::narrow_to_box(whole, target.parameter->layout().local()));
-  target.parameter->impl().set_has_values(true);
+  set_local(*target.parameter, dtensor::narrow_to_box(whole, target.parameter->layout().local()));
+}
+
+void set_local(const ShardedParameter& parameter, const at::Tensor& part) {
+  c10::impl::ExcludeDispatchKeyGuard below(dtensor::kDTensorKey);
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  if (part.defined()) parameter.impl().local().copy_(part);
+  parameter.impl().set_has_values(true);
+}
+
+at::Tensor whole_for_rank_0(const RegisteredTensor& target) {
+  if (target.parameter == nullptr) return target.tensor;
+  const auto& layout = target.parameter->layout();
+  bool first_replica = true;
+  for (int64_t axis = 0; axis < layout.mesh()->ndim(); ++axis) {
+    if (!layout.placements()[static_cast<size_t>(axis)].is_replicate()) continue;
+    layout.mesh()->communicator(axis).barrier({"barrier", target.names.front()});
+    first_replica &= layout.mesh()->coordinate()[static_cast<size_t>(axis)] == 0;
+  }
+  return first_replica ? dtensor::DTensor(target.tensor).full_tensor() : at::Tensor();
+}
+
+void check_values(const char* where, const ShardedModule& sharded) {
+  const auto names = sharded.tensors_without_values();
+  if (names.empty()) return;
+  raise<dtensor::StateError>(where, names.size(), " tensors have no values, the first is ", names.front(),
+                             ", expected all to be set; call materialize(device) or load(path) first");
 }
 
 const dtensor::DeviceMesh& mesh_of(const ShardedModule& sharded, const char* where) {

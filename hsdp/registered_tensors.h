@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,14 +30,47 @@ struct ValueSource {
   std::function<at::Tensor()> read;
 };
 
-/// For each target the source of its values. Throws ValueError that lists all names, shapes and dtypes that do not fit,
-/// and for tied targets whose sources differ in dtype or bits. `what` names the sources in messages.
-std::vector<size_t> match_sources(const char* where, const std::string& what,
-                                  const std::vector<RegisteredTensor>& targets,
-                                  const std::vector<ValueSource>& sources);
+struct MatchOptions {
+  /// Whether names that only one side has are refused.
+  bool strict = true;
+  /// Whether dtypes must be the same. Values that are complex never become real.
+  bool same_dtypes = false;
+  /// Tensors that torch::save passes over may be missing, and are then none.
+  bool unsaved_may_be_missing = false;
+};
+
+struct NameMatch {
+  /// For each target the sources under its names; none where it is missing.
+  std::vector<std::vector<size_t>> sources;
+  std::vector<std::string> missing, unexpected;
+};
+
+/// Throws ValueError that lists all names, shapes and dtypes that do not fit. `what` names the sources in messages.
+NameMatch match_names(const char* where, const std::string& what, const std::vector<RegisteredTensor>& targets,
+                      const std::vector<ValueSource>& sources, const MatchOptions& options = {});
+
+/// For each target the source of its values, as match_names, and none where it may be missing. Throws ValueError also
+/// for tied targets whose sources differ in dtype or bits.
+std::vector<std::optional<size_t>> match_sources(const char* where, const std::string& what,
+                                                 const std::vector<RegisteredTensor>& targets,
+                                                 const std::vector<ValueSource>& sources,
+                                                 const MatchOptions& options = {});
+
+/// `missing "a", "b" and 3 more`
+std::string quoted_list(const char* label, const std::vector<std::string>& names);
 
 /// Takes this rank's part of a whole value, below dispatch.
 void set_value(const RegisteredTensor& target, const at::Tensor& whole);
+/// Takes this rank's part itself, or, where it is undefined, what was written into the parameter's local as its values.
+void set_local(const ShardedParameter& parameter, const at::Tensor& part);
+
+/// The whole value, on rank 0 and those that it gathers with; undefined on other replicas. A collective. They wait
+/// here, tensor by tensor, for as long as rank 0 takes to write: for a whole file would be longer than any collective
+/// may take.
+at::Tensor whole_for_rank_0(const RegisteredTensor& target);
+
+/// Throws StateError while parameters, buffers or captured tensors have no values.
+void check_values(const char* where, const ShardedModule& sharded);
 
 /// The mesh that the module lies on. Throws StateError where it was made without groups.
 const dtensor::DeviceMesh& mesh_of(const ShardedModule& sharded, const char* where);

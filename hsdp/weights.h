@@ -7,6 +7,7 @@
 #include <string>
 #include <type_traits>
 
+#include "hsdp/checkpoint/hugging_face.h"
 #include "hsdp/fully_shard.h"
 
 namespace torch::serialize {
@@ -24,21 +25,29 @@ namespace hsdp {
 /// nothing.
 void copy_values(const std::shared_ptr<ShardedModule>& sharded, const torch::nn::Module& plain);
 
-/// Fills parameters and buffers from a file that torch::save(module, path) wrote, or Python's
-/// torch.save(module.state_dict(), path) or torch.jit.save, converted to the sharded module's dtypes. A module on meta
-/// is given memory first; buffers are in the file, and members that nobody registered and that have no values yet are
-/// replayed as replay_init() would. A collective: rank 0 alone opens the file, and one whole tensor at a time exists on
-/// each rank.
+/// Fills parameters and buffers from whole weights, converted to the sharded module's dtypes: a file that
+/// torch::save(module, path) wrote, or Python's torch.save(module.state_dict(), path) or torch.jit.save; a .safetensors
+/// file; a Hugging Face folder of such files; or a checkpoint of save(), of which the model counts. A module on meta is
+/// given memory first; buffers are in the file, and members that nobody registered and that have no values yet are
+/// replayed as replay_init() would. A collective. Of a torch::save file rank 0 alone reads, and one whole tensor at a
+/// time exists on each rank; of the others each rank reads its own parts.
 ///
 /// As torch::load does, keeps what lies below children whose is_serializable() is false where the file has none of it:
 /// materialize(device) before.
 ///
 /// Throws, alike on all ranks and before anything changes: ValueError for a file that cannot be read, for missing and
 /// unexpected names, shapes, dtypes, and for tied parameters that differ in the file; NotSupportedError for sparse and
-/// quantized tensors. What only reading values shows, a damaged record or a failing disk, is a ValueError, too:
-/// parameters and buffers before it, in the order of their names, have the file's values then, it and all after it
-/// their former ones.
+/// quantized tensors. What only reading the values of a torch::save file shows, a damaged record or a failing disk, is
+/// a ValueError, too: parameters and buffers before it, in the order of their names, have the file's values then, it
+/// and all after it their former ones.
 void load(const std::shared_ptr<ShardedModule>& sharded, const std::string& path);
+
+/// Writes parameters and buffers as a Hugging Face folder: `model.safetensors`, or several files and an index. A
+/// collective: rank 0 writes, one whole tensor at a time exists on each rank; buffers are rank 0's, and of tied
+/// parameters the first name is there. Throws, alike on all ranks, ValueError where it cannot be written or holds a
+/// model already, StateError while tensors have no values.
+void export_hf(const std::shared_ptr<ShardedModule>& sharded, const std::string& folder,
+               const HuggingFaceOptions& options = {});
 
 /// Writes parameters and buffers to a file that an unsharded program opens with torch::load(module, path). A
 /// collective: rank 0 writes, one whole tensor at a time exists on each rank; buffers are rank 0's. The file appears
@@ -57,6 +66,10 @@ void copy_values(const FullySharded<M>& model, const N& plain) {
 template <class M>
 void load(const FullySharded<M>& model, const std::string& path) {
   load(model.core(), path);
+}
+template <class M>
+void export_hf(const FullySharded<M>& model, const std::string& folder, const HuggingFaceOptions& options = {}) {
+  export_hf(model.core(), folder, options);
 }
 template <class M>
 void export_pt(const FullySharded<M>& model, const std::string& path) {

@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-requirements=(torch==2.11.0 numpy)
+requirements=(torch==2.11.0 numpy safetensors==0.8.0 xxhash==4.1.0)
 readonly oldest_cmake=3.25
 readonly venv=.venv
 readonly stamp=$venv/installed-requirements.txt
@@ -43,6 +43,9 @@ libgmock-dev
 #endif
 #if !__has_include(<nlohmann/json.hpp>)
 nlohmann-json3-dev
+#endif
+#if !__has_include(<xxhash.h>)
+libxxhash-dev
 #endif
 #if !__has_include(<gloo/algorithm.h>)
 libgloo-dev

@@ -1,13 +1,16 @@
-// The benchmark program ends well in every mode and says what the pages promise; the peer times the same model.
+// The benchmark programs end well in every mode and say what the pages promise; the peers time the same models.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "tests/testing/process.h"
+#include "tests/testing/scratch_folder.h"
 
 namespace {
 
@@ -87,6 +90,80 @@ TEST(Bench, UnknownModesAreRefused) {
   EXPECT_THAT(result.err, HasSubstr("hsdp-ddp"));
 }
 
+// Four layers of 256 features.
+const std::vector<std::string> kTinyFiles = {"files", "--megabytes", "1", "--width", "256", "--repeats", "2"};
+constexpr int64_t kLayers = 4 * (256 * 256 + 256);
+
+std::vector<std::string> tiny_async() {
+  std::vector<std::string> arguments{"async", "--every", "1"};
+  arguments.insert(arguments.end(), kTiny.begin(), kTiny.end());
+  return arguments;
+}
+
+/// In a folder that is empty before and after.
+Json checkpoint_line(const std::vector<std::string>& program, const std::vector<std::string>& arguments) {
+  const ScratchFolder folder;
+  auto command = program;
+  command.insert(command.end(), arguments.begin(), arguments.end());
+  command.insert(command.end(), {"--folder", folder.path()});
+  const auto line = line_of(run_process({.command = command, .environment = {{"PYTHONDONTWRITEBYTECODE", "1"}}}));
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
+  return line;
+}
+
+const std::vector<std::string> kCheckpointBench = {HSDP_BINARY_DIR "/tools/bench/hsdp_checkpoint_bench"};
+
+void expect_files(const Json& line, std::vector<std::string> timed) {
+  EXPECT_EQ(line.at("mode"), "files");
+  EXPECT_EQ(line.at("ranks"), 2);
+  EXPECT_EQ(line.at("parameters"), kLayers);
+  EXPECT_EQ(line.at("bytes"), kLayers * 4);
+  for (const auto& key : timed) {
+    ASSERT_EQ(line.at(key).size(), 2u) << key;
+    for (const double seconds : line.at(key)) EXPECT_GT(seconds, 0) << key;
+  }
+}
+
+void expect_async(const Json& line) {
+  EXPECT_EQ(line.at("mode"), "async");
+  EXPECT_EQ(line.at("parameters"), kParameters);
+  EXPECT_EQ(line.at("bytes"), kParameters * 12);
+  // Of two steps the second begins while the first one's state is being written.
+  EXPECT_EQ(line.at("saves"), 2);
+  EXPECT_EQ(line.at("overlapping_steps"), 1);
+  EXPECT_EQ(line.at("other_steps"), 1);
+  for (const char* key : {"overlapping_step_ms", "other_step_ms", "overlapping_to_others", "copy_ms", "copy_to_step"}) {
+    EXPECT_GT(line.at(key).get<double>(), 0) << key;
+  }
+}
+
+TEST(Bench, CheckpointsBesidePlainFiles) {
+  for (const bool drops : {false, true}) {
+    auto arguments = kTinyFiles;
+    if (drops) arguments.push_back("--drop-cache");
+    const auto line = checkpoint_line(kCheckpointBench, arguments);
+    expect_files(line, {"save_s", "write_s", "load_s", "read_s"});
+    for (const auto& [key, part, whole] :
+         {std::tuple("save_to_write", "save_s", "write_s"), std::tuple("load_to_read", "load_s", "read_s")}) {
+      const auto ratio = [&](size_t i) { return line.at(part)[i].get<double>() / line.at(whole)[i].get<double>(); };
+      EXPECT_DOUBLE_EQ(line.at(key).at("least").get<double>(), std::min(ratio(0), ratio(1)));
+      EXPECT_DOUBLE_EQ(line.at(key).at("most").get<double>(), std::max(ratio(0), ratio(1)));
+      EXPECT_DOUBLE_EQ(line.at(key).at("median").get<double>(), (ratio(0) + ratio(1)) / 2);
+    }
+  }
+}
+
+TEST(Bench, StepsDuringASave) { expect_async(checkpoint_line(kCheckpointBench, tiny_async())); }
+
+TEST(Bench, SavesMustBeRarerThanSteps) {
+  auto arguments = tiny_async();
+  arguments[2] = "2";
+  arguments.insert(arguments.begin(), kCheckpointBench.begin(), kCheckpointBench.end());
+  const auto result = run_process({.command = arguments});
+  EXPECT_EQ(result.exit_code, 1) << to_string(result);
+  EXPECT_THAT(result.err, HasSubstr("--every 2, expected less than --steps 2"));
+}
+
 #ifdef HSDP_TORCH_PYTHON
 TEST(Bench, ThePeerHasTheSameModel) {
   for (const char* mode : {"fsdp2", "ddp", "alone"}) {
@@ -99,6 +176,12 @@ TEST(Bench, ThePeerHasTheSameModel) {
       EXPECT_GT(line.at(key).get<double>(), 0) << mode << " " << key;
     }
   }
+}
+
+TEST(Bench, ThePeerSavesTheSameModels) {
+  const std::vector<std::string> peer{HSDP_TORCH_PYTHON, HSDP_SOURCE_DIR "/tools/bench/checkpoint_peer.py"};
+  expect_files(checkpoint_line(peer, kTinyFiles), {"save_s", "load_s"});
+  expect_async(checkpoint_line(peer, tiny_async()));
 }
 #endif
 

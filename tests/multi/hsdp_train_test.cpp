@@ -1,217 +1,31 @@
 // The training program as a user starts it: alone, on several ranks, under torchrun, and with mistakes.
-#include <arpa/inet.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <cmath>
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <functional>
-#include <iterator>
 #include <nlohmann/json.hpp>
-#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "tests/testing/launcher_variables.h"
-#include "tests/testing/leftovers.h"
-#include "tests/testing/multi_process.h"
 #include "tests/testing/process.h"
+#include "tests/testing/train_program.h"
 
 namespace {
 
 namespace fs = std::filesystem;
 using ::testing::HasSubstr;
-using testing_support::Leftovers;
-using testing_support::Process;
-using testing_support::ProcessOptions;
-using testing_support::ProcessResult;
-using testing_support::run_process;
-using testing_support::run_processes;
-using testing_support::to_string;
-
-using Arguments = std::vector<std::string>;
-
-const char* const kConfig = R"(model:
-  vocab_size: 256
-  hidden_size: 16
-  intermediate_size: 32
-  n_layers: 2
-  n_heads: 2
-  max_sequence_length: 32
-data:
-  path: text.bin
-  format: bytes
-training:
-  steps: 6
-  global_batch_size: 6
-  sequence_length: 32
-  seed: 1
-optimizer:
-  lr: 0.01
-metrics:
-  folder: run
-  log_every: 1
-comm:
-  backend: gloo
-  timeout_seconds: 20
-)";
+using namespace testing_support;
 
 /// What rank 0 says on stderr once the two ranks have met.
 const std::string kMet = "hsdp: 2 ranks from torchrun, gloo, cpu\n";
 
-std::string read_text(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  EXPECT_TRUE(file) << path << " cannot be read";
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
-void write_text(const fs::path& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
-
-std::string replaced(std::string text, const std::string& from, const std::string& to) {
-  const size_t at = text.find(from);
-  EXPECT_NE(at, std::string::npos) << from;
-  return text.replace(at, from.size(), to);
-}
-
-int count_of(const std::string& part, const std::string& text) {
-  int count = 0;
-  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + part.size())) ++count;
-  return count;
-}
-
-std::vector<std::string> lines_with(const std::string& start, const std::string& text) {
-  std::vector<std::string> lines;
-  std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);) {
-    if (line.starts_with(start)) lines.push_back(line);
-  }
-  return lines;
-}
-
-std::string all_output(const std::vector<ProcessResult>& results) {
-  std::string text;
-  for (const auto& result : results) text += result.out + result.err;
-  return text;
-}
-
-std::string describe(const std::vector<ProcessResult>& results) {
-  std::string text;
-  for (size_t rank = 0; rank < results.size(); ++rank) {
-    text += "rank " + std::to_string(rank) + ": " + to_string(results[rank]);
-  }
-  return text;
-}
-
-bool nobody_listens_on(int port) {
-  const int file = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  const int yes = 1;
-  setsockopt(file, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));  // connections that are closing do not count
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(uint16_t(port));
-  const bool bound = bind(file, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0;
-  close(file);
-  return bound;
-}
-
-/// A folder with a configuration and a text to train on, from which the program is started.
-class Folder {
- public:
-  Folder() {
-    std::string name = (fs::temp_directory_path() / "hsdp_train_test_XXXXXX").string();
-    if (!mkdtemp(name.data())) throw std::runtime_error("no temporary folder " + name);
-    path_ = name;
-    std::string text;
-    for (int i = 0; i < 400; ++i) text += "the cat sat on the mat. ";
-    write_text(path_ / "text.bin", text);
-    write_text(path_ / "config.yaml", kConfig);
-  }
-  ~Folder() {
-    std::error_code ignored;
-    fs::remove_all(path_, ignored);
-  }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-  fs::path operator/(const std::string& name) const { return path_ / name; }
-  std::string path() const { return path_.string(); }
-
- private:
-  fs::path path_;
-};
-
-class HsdpTrain : public ::testing::Test {
- protected:
-  void TearDown() override {
-    EXPECT_EQ(leftovers_.describe(), "");
-    for (const int port : ports_) EXPECT_TRUE(nobody_listens_on(port)) << port;
-  }
-
-  /// The program with no launcher's variables set.
-  ProcessOptions program(const Arguments& arguments) const {
-    ProcessOptions options;
-    options.command = {std::string(HSDP_BINARY_DIR) + "/apps/hsdp_train"};
-    options.command.insert(options.command.end(), arguments.begin(), arguments.end());
-    options.folder = folder_.path();
-    options.environment = testing_support::without_launcher();
-    for (const char* name : {"TORCH_SHOW_CPP_STACKTRACES", "TORCH_CPP_LOG_LEVEL"}) {
-      options.environment[name] = std::nullopt;
-    }
-    options.environment["OMP_NUM_THREADS"] = "1";
-    return options;
-  }
-
-  /// One process a rank, as a launcher would start them; `arguments` may differ from rank to rank.
-  std::vector<ProcessOptions> ranks(int count, const std::function<Arguments(int rank)>& arguments) {
-    const int port = testing_support::free_port();
-    ports_.push_back(port);
-    std::vector<ProcessOptions> all;
-    for (int rank = 0; rank < count; ++rank) {
-      all.push_back(program(arguments(rank)));
-      all.back().environment["RANK"] = all.back().environment["LOCAL_RANK"] = std::to_string(rank);
-      all.back().environment["WORLD_SIZE"] = std::to_string(count);
-      all.back().environment["MASTER_ADDR"] = "127.0.0.1";
-      all.back().environment["MASTER_PORT"] = std::to_string(port);
-    }
-    return all;
-  }
-
-  std::vector<ProcessResult> run(int count, const Arguments& arguments) {
-    return run_processes(ranks(count, [&](int) { return arguments; }));
-  }
-
-  /// The objects in metrics.jsonl of a run folder.
-  std::vector<nlohmann::json> metrics(const std::string& run) const {
-    std::vector<nlohmann::json> objects;
-    std::istringstream lines(read_text(folder_ / run / "metrics.jsonl"));
-    for (std::string line; std::getline(lines, line);) {
-      objects.push_back(nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false));
-      EXPECT_TRUE(objects.back().is_object()) << line;
-    }
-    return objects;
-  }
-
-  std::vector<double> losses(const std::string& run) const {
-    std::vector<double> values;
-    for (const auto& object : metrics(run)) values.push_back(object.at("loss"));
-    return values;
-  }
-
-  Folder folder_;
-  Leftovers leftovers_;
-  std::vector<int> ports_;
-};
-
-void expect_success(const std::vector<ProcessResult>& results) {
-  for (const auto& result : results) EXPECT_EQ(result.exit_code, 0) << describe(results);
-}
+class HsdpTrain : public TrainProgramTest {};
 
 TEST_F(HsdpTrain, TrainsAloneAndOnSeveralRanksAlike) {
   const int steps = 30;
@@ -466,7 +280,7 @@ TEST_F(HsdpTrain, RunsUnderTorchrun) {
 struct Mistake {
   std::string name;
   /// Makes the mistake in the folder and returns the arguments of a rank.
-  std::function<Arguments(const Folder&, int rank)> make;
+  std::function<Arguments(const TrainFolder&, int rank)> make;
   /// All lines of stderr after the greeting, or how the only one starts if `expected_end` is given; {folder} stands for
   /// the folder.
   std::string expected;
@@ -481,22 +295,18 @@ std::ostream& operator<<(std::ostream& out, const Mistake& mistake) { return out
 
 /// The configuration with one part of its text replaced.
 auto edited(const std::string& from, const std::string& to) {
-  return [=](const Folder& folder, int) -> Arguments {
-    write_text(folder / "config.yaml", replaced(kConfig, from, to));
+  return [=](const TrainFolder& folder, int) -> Arguments {
+    write_text(folder / "config.yaml", replaced(kTrainConfig, from, to));
     return {"--config", "config.yaml"};
   };
 }
 
-auto with_set(const std::vector<std::string>& overrides) {
-  return [=](const Folder&, int) {
-    Arguments arguments = {"--config", "config.yaml"};
-    for (const auto& each : overrides) arguments.insert(arguments.end(), {"--set", each});
-    return arguments;
-  };
+auto with_set(const std::vector<std::string>& settings) {
+  return [=](const TrainFolder&, int) { return with_settings(settings); };
 }
 
 /// 1000 tokens of two bytes are promised, and 1 byte is missing.
-Arguments with_short_token_file(const Folder& folder, int) {
+Arguments with_short_token_file(const TrainFolder& folder, int) {
   std::vector<int32_t> header(256);
   header[0] = 20240520;
   header[1] = 1;
@@ -523,7 +333,7 @@ const std::vector<Mistake> kMistakes = {
     {"MissingKey", edited("  lr: 0.01\n", "  name: sgd\n"),
      "[config] config.yaml: optimizer.lr: missing, expected a value"},
     {"MissingConfigFile",
-     [](const Folder&, int) {
+     [](const TrainFolder&, int) {
        return Arguments{"--config", "absent.yaml"};
      },
      "[config] absent.yaml cannot be opened: No such file or directory, expected a YAML file"},
@@ -531,7 +341,7 @@ const std::vector<Mistake> kMistakes = {
      "[data] absent.bin: cannot be opened: No such file or directory, expected a token file; data.path is relative to "
      "{folder}; tools/prepare_data.py writes data/quickstart.bin"},
     {"MissingDataFileOnOneRank",
-     [](const Folder& folder, int rank) {
+     [](const TrainFolder& folder, int rank) {
        return with_set({rank == 1 ? "data.path=absent.bin" : "data.path=text.bin"})(folder, rank);
      },
      "[rank 1] [data] absent.bin: cannot be opened: No such file or directory, expected a token file; data.path is "
@@ -566,11 +376,17 @@ const std::vector<Mistake> kMistakes = {
     {"SetOfAnUnknownKey", with_set({"training.stpes=3"}),
      "[config] --set: training.stpes: unknown key; did you mean training.steps?"},
     {"RanksWithDifferentSettings",
-     [](const Folder& folder, int rank) {
+     [](const TrainFolder& folder, int rank) {
        return with_set({rank == 1 ? "training.steps=7" : "training.steps=8"})(folder, rank);
      },
      "[config] the ranks differ in training.steps (8 on rank 0), expected the same on all; give every rank the same "
      "file and the same --set"},
+    {"RanksWithDifferentCheckpointFolders",
+     [](const TrainFolder& folder, int rank) {
+       return with_set({rank == 1 ? "checkpoint.folder=kept" : "checkpoint.folder=./kept"})(folder, rank);
+     },
+     "[config] the ranks differ in checkpoint.folder (\"./kept\" on rank 0), expected the same on all; give every rank "
+     "the same file and the same --set"},
 };
 
 class HsdpTrainMistake : public HsdpTrain, public ::testing::WithParamInterface<Mistake> {};

@@ -14,6 +14,7 @@
 #include "hsdp/backend.h"
 #include "hsdp/hsdp.h"
 #include "hsdp/launch/device.h"
+#include "hsdp/rank_generators.h"
 #include "hsdp/transport.h"
 #include "models/transformer.h"
 #include "tests/testing/expect.h"
@@ -312,6 +313,68 @@ TEST_P(OnDevice, ReplayGivesTheBitsOfPlainConstruction) {
         EXPECT_TRUE(torch::equal(torch::rand({3}), next));
       }
     }
+  });
+}
+
+TEST_P(OnDevice, GeneratorsGoOnFromTheirStates) {
+  run_on_device(GetParam(), [](RankContext& context) {
+    const auto device = context.environment().device();
+    auto generator = at::globalContext().defaultGenerator(device);
+    const auto draw = [&] { return torch::rand({8}, generator); };
+    const auto of_all_ranks = [&](const torch::Tensor& own) {
+      auto all = torch::empty({context.world_size() * 8}, own.options().device(device));
+      context.environment().communicator()->all_gather(all, own.to(device), {"all_gather"})->wait();
+      return all.cpu().view({context.world_size(), 8});
+    };
+    const auto expect_all_unlike = [&](const torch::Tensor& own) {
+      const auto all = of_all_ranks(own);
+      for (int64_t rank = 1; rank < all.size(0); ++rank) EXPECT_FALSE(torch::equal(all[rank], all[rank - 1])) << rank;
+    };
+    torch::manual_seed(7);
+    generator.set_current_seed(7);
+    hsdp::part_generators(context.rank(), device);
+    const auto first = draw();
+    expect_all_unlike(first);
+    auto states = hsdp::capture_generators();
+    ASSERT_EQ(states.size(), 6);  // own, common and mark of two
+    EXPECT_TRUE(states[3].first.starts_with("device.")) << states[3].first;
+    const auto expected = draw();
+
+    hsdp::part_generators(context.rank(), c10::kCPU);  // which forgets the device
+    generator.set_current_seed(3);
+    hsdp::restore_generators(states, device);
+    EXPECT_TRUE(torch::equal(draw(), expected));
+    const auto again = hsdp::capture_generators();
+    ASSERT_EQ(again.size(), 6);
+    for (const size_t i : {0, 1, 2, 4, 5}) {
+      EXPECT_EQ(again[i].first, states[i].first);
+      EXPECT_TRUE(torch::equal(again[i].second, states[i].second)) << states[i].first;
+    }
+    // The common state is known as such: at the next parting it is what the ranks part from.
+    hsdp::part_generators(context.rank(), device);
+    EXPECT_TRUE(torch::equal(hsdp::capture_generators()[4].second, states[4].second));
+
+    hsdp::GeneratorStates rank_0;
+    for (const auto& [name, state] : states) {
+      auto values = state.to(device);
+      context.environment().communicator()->broadcast(values, 0, {"broadcast"})->wait();
+      rank_0.emplace_back(name, values.cpu());
+    }
+    hsdp::reseed_generators(rank_0, context.rank(), device);
+    const auto reseeded = draw();
+    EXPECT_EQ(torch::equal(reseeded, expected), context.rank() == 0);
+    EXPECT_FALSE(torch::equal(reseeded, first));
+    expect_all_unlike(reseeded);
+    EXPECT_TRUE(torch::equal(hsdp::capture_generators()[4].second, states[4].second));
+
+    // Of a run that had no such device.
+    for (auto* each : {&states, &rank_0}) each->resize(3);
+    generator.set_current_seed(3);
+    hsdp::restore_generators(states, device);
+    expect_all_unlike(draw());
+    generator.set_current_seed(3);
+    hsdp::reseed_generators(rank_0, context.rank(), device);
+    expect_all_unlike(draw());
   });
 }
 

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "apps/checkpoint_lookup.h"
 #include "dtensor/error.h"
 
 namespace apps {
@@ -74,6 +75,13 @@ TEST(Config, ReadsValuesAndFillsInDefaults) {
   EXPECT_FALSE(config.offload.to_host);
   EXPECT_EQ(config.grad_scaler.enabled, std::nullopt);
   EXPECT_EQ(config.optimizer.lr, 0.001);
+  EXPECT_EQ(config.checkpoint.folder, "");
+  EXPECT_EQ(config.checkpoint.every, 500);
+  EXPECT_EQ(config.checkpoint.keep_latest, 10);
+  EXPECT_EQ(config.checkpoint.keep_every, 0);
+  EXPECT_EQ(config.checkpoint.load, "auto");
+  EXPECT_FALSE(config.checkpoint.async);
+  EXPECT_EQ(config.checkpoint.weights, "");
   EXPECT_EQ(config.comm.backend, CommBackend::automatic);
 }
 
@@ -91,6 +99,7 @@ grad_scaler: {enabled: false, scale: 1024, growth_interval: 5}
 optimizer: {name: sgd, lr: 1, weight_decay: 0, no_decay: ["**.bias", table.weight, 'x: "y"'], beta1: 0.8, beta2: 0.9, eps: 1e-7, momentum: 0.9}
 lr_schedule: {warmup_steps: 3, decay: linear, min_lr_factor: 0.25}
 metrics: {folder: out, log_every: 5}
+checkpoint: {folder: kept, every: 0, keep_latest: 3, keep_every: 100, load: step-300, async: true, weights: model.pt}
 comm: {backend: gloo, timeout_seconds: 20}
 )",
                                      "c.yaml");
@@ -129,6 +138,13 @@ comm: {backend: gloo, timeout_seconds: 20}
   EXPECT_EQ(config.lr_schedule.min_lr_factor, 0.25);
   EXPECT_EQ(config.metrics.folder, "out");
   EXPECT_EQ(config.metrics.log_every, 5);
+  EXPECT_EQ(config.checkpoint.folder, "kept");
+  EXPECT_EQ(config.checkpoint.every, 0);
+  EXPECT_EQ(config.checkpoint.keep_latest, 3);
+  EXPECT_EQ(config.checkpoint.keep_every, 100);
+  EXPECT_EQ(config.checkpoint.load, "step-300");
+  EXPECT_TRUE(config.checkpoint.async);
+  EXPECT_EQ(config.checkpoint.weights, "model.pt");
   EXPECT_EQ(config.comm.backend, CommBackend::gloo);
   EXPECT_EQ(config.comm.timeout_seconds, 20);
 }
@@ -147,6 +163,8 @@ TEST(Config, TheWrittenConfigurationReadsBackToItself) {
       {"parallelism.reshard_after_forward=false", "training.activation_checkpoint=full", "grad_scaler.enabled=true"},
       {R"(training.activation_checkpoint=["**.1", "full"])", "offload.to_host=true", "offload.pin_memory=false"},
       {"mixed_precision.param_dtype=float16", "mixed_precision.reduce_dtype=float32", "grad_scaler.scale=0.5"},
+      {"checkpoint.folder=a b", "checkpoint.load=step-0", "checkpoint.weights=none", "checkpoint.async=true"},
+      {"checkpoint.load=none", "checkpoint.weights=../w: x"},
   };
   for (const auto& overrides : cases) {
     const std::string yaml = to_yaml(parse_config(kMinimal, "c.yaml", overrides));
@@ -235,6 +253,14 @@ INSTANTIATE_TEST_SUITE_P(
                  "'full'"},
         BadValue{"metrics:", "grad_scaler: {scale: 0}\nmetrics:",
                  "c.yaml:17:22: grad_scaler.scale: expected number above 0, got '0'"},
+        BadValue{"metrics:", "checkpoint: {every: -1}\nmetrics:",
+                 "c.yaml:17:21: checkpoint.every: expected int of at least 0, got '-1'"},
+        BadValue{"metrics:", "checkpoint: {folder: \"\"}\nmetrics:",
+                 "c.yaml:17:22: checkpoint.folder: expected text, got the string ''"},
+        BadValue{"metrics:", "checkpoint: {weights: [none]}\nmetrics:",
+                 "c.yaml:17:23: checkpoint.weights: expected text, got a list"},
+        BadValue{"metrics:", "checkpoint: {async: yes}\nmetrics:",
+                 "c.yaml:17:21: checkpoint.async: expected true or false, got 'yes'"},
         BadValue{"metrics:", "comm: {timeout_seconds: 99999999999}\nmetrics:",
                  "c.yaml:17:25: comm.timeout_seconds: expected int of at most 31622400, got '99999999999'"}));
 
@@ -250,9 +276,9 @@ INSTANTIATE_TEST_SUITE_P(
         BadValue{
             "metrics:", "modle: {a: 1, b: 2}\nmetrics:", "c.yaml:17:1: modle: unknown section; did you mean model?"},
         BadValue{
-            "metrics:", "checkpointing:\nmetrics:",
-            "c.yaml:17:1: checkpointing: unknown section; there are comm, data, grad_scaler, lr_schedule, metrics, "
-            "mixed_precision, model, offload, optimizer, parallelism, training"},
+            "metrics:", "distributed:\nmetrics:",
+            "c.yaml:17:1: distributed: unknown section; there are checkpoint, comm, data, grad_scaler, lr_schedule, "
+            "metrics, mixed_precision, model, offload, optimizer, parallelism, training"},
         BadValue{"  steps: 10", "  steps: 10\n  steps: 11",
                  "c.yaml:13:3: training.steps: duplicate key, first given at c.yaml:12:3"},
         BadValue{
@@ -274,7 +300,10 @@ INSTANTIATE_TEST_SUITE_P(
                  "c.yaml: model: n_heads 4 is not a multiple of n_kv_heads 3, expected the same number of query heads "
                  "for each key head"},
         BadValue{"  sequence_length: 16", "  sequence_length: 17",
-                 "c.yaml:14:20: training.sequence_length is 17, expected at most model.max_sequence_length 16"}));
+                 "c.yaml:14:20: training.sequence_length is 17, expected at most model.max_sequence_length 16"},
+        BadValue{"metrics:", "checkpoint: {load: step-3}\nmetrics:",
+                 "c.yaml:17:20: checkpoint.load is step-3, expected checkpoint.folder to be set, since it names one "
+                 "there; a path has a slash"}));
 
 TEST(Config, RefusesATextSampleOfTokensThatAreNoBytes) {
   const std::string message =
@@ -366,6 +395,34 @@ TEST(Config, FullActivationCheckpointIsEveryBlock) {
   EXPECT_EQ(read("[\"model.layers.1\", a]"), (std::vector<std::string>{"model.layers.1", "a"}));
   EXPECT_TRUE(read("none").empty());
   EXPECT_TRUE(read("[]").empty());
+}
+
+TEST(Config, NoneIsNoCheckpointAndInQuotesAName) {
+  const auto read = [](const std::string& folder) {
+    return parse_config(with("metrics:", "checkpoint: {folder: " + folder + "}\nmetrics:"), "c.yaml").checkpoint.folder;
+  };
+  EXPECT_EQ(read("none"), "");
+  EXPECT_EQ(read("\"none\""), "none");
+  EXPECT_EQ(read("runs/a"), "runs/a");
+  const auto written = [](const std::string& folder) {
+    Config config = parse_config(kMinimal, "c.yaml");
+    config.checkpoint.folder = folder;
+    return to_yaml(config);
+  };
+  EXPECT_THAT(written(""), HasSubstr("checkpoint:\n  folder: none\n"));
+  EXPECT_THAT(written("none"), HasSubstr("checkpoint:\n  folder: \"none\"\n"));
+  EXPECT_EQ(parse_config(written("none"), "c.yaml").checkpoint.folder, "none");
+}
+
+TEST(Config, AStepIsNamedByItsFolderAlone) {
+  EXPECT_EQ(step_in("step-0"), std::optional<int64_t>(0));
+  EXPECT_EQ(step_in("step-300"), std::optional<int64_t>(300));
+  EXPECT_EQ(step_in(""), std::nullopt);
+  for (const char* text : {"auto", "none", "step-", "step-03", "step-+3", "step--3", "step-3x", "./step-3",
+                           "runs/step-3", "Step-3", "step-3 ", "step-9223372036854775808"}) {
+    EXPECT_EQ(step_in(text), std::nullopt) << text;
+    EXPECT_EQ(refusal(kMinimal, {std::string("checkpoint.load=") + text}), "accepted");
+  }
 }
 
 TEST(Config, RefusesPathsThatAreNoFiles) {

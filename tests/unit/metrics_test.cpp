@@ -120,6 +120,63 @@ TEST_F(RunFolderTest, ANewRunStartsAFreshFileAndSaysSo) {
   EXPECT_EQ(content("metrics.jsonl"), "");
 }
 
+/// The metrics of a step, a second a step.
+StepMetrics at_step(int64_t step) {
+  StepMetrics metrics = kStep;
+  metrics.step = step;
+  metrics.seconds = double(step);
+  return metrics;
+}
+
+TEST_F(RunFolderTest, ARunThatGoesOnKeepsTheLinesUpToItsStep) {
+  {
+    RunFolder folder(config_);
+    for (const int64_t step : {1, 10, 20, 30}) folder.append(at_step(step));
+  }
+  const std::string kept = to_json(at_step(1)) + "\n" + to_json(at_step(10)) + "\n" + to_json(at_step(20)) + "\n";
+  RunFolder folder(config_, 25);
+  EXPECT_EQ(content("metrics.jsonl"), kept);
+  EXPECT_EQ(folder.kept_lines(), 3);
+  EXPECT_EQ(folder.kept_seconds(), 20.0);
+  EXPECT_FALSE(folder.replaced());
+  folder.append(at_step(26));
+  EXPECT_EQ(content("metrics.jsonl"), kept + to_json(at_step(26)) + "\n");
+}
+
+TEST_F(RunFolderTest, WhatAKilledRunLeftCutShortGoes) {
+  const auto path = std::filesystem::path(config_.metrics.folder) / "metrics.jsonl";
+  const std::string whole = to_json(at_step(1)) + "\n" + to_json(at_step(2)) + "\n", next = to_json(at_step(3));
+  const std::vector<std::string> rests = {"",
+                                          next,
+                                          next.substr(0, next.size() / 2),
+                                          "{",
+                                          "\n" + next + "\n",
+                                          "3\n" + next + "\n",
+                                          "{\"step\": 3}\n" + next + "\n",
+                                          "{\"seconds\": 3.0}\n",
+                                          "{\"step\": \"3\", \"seconds\": 3.0}\n",
+                                          "{\"step\": 2, \"seconds\": 2.0}\n" + next + "\n"};
+  for (const auto& rest : rests) {
+    std::filesystem::create_directories(config_.metrics.folder);
+    std::ofstream(path, std::ios::binary | std::ios::trunc) << whole << rest;
+    RunFolder folder(config_, 9);
+    EXPECT_EQ(folder.kept_lines(), 2) << rest;
+    EXPECT_EQ(folder.kept_seconds(), 2.0) << rest;
+    EXPECT_EQ(content("metrics.jsonl"), whole) << rest;
+  }
+}
+
+TEST_F(RunFolderTest, ARunThatGoesOnWithoutLinesOfItsOwnStartsAFreshFile) {
+  { RunFolder(config_).append(at_step(30)); }
+  RunFolder folder(config_, 20);
+  EXPECT_TRUE(folder.replaced());
+  EXPECT_EQ(folder.kept_lines(), 0);
+  EXPECT_EQ(folder.kept_seconds(), 0.0);
+  EXPECT_EQ(content("metrics.jsonl"), "");
+  config_.metrics.folder += "/other";
+  EXPECT_FALSE(RunFolder(config_, 20).replaced());
+}
+
 TEST_F(RunFolderTest, RefusesAFileInThePlaceOfTheFolder) {
   std::ofstream(root_ / "a") << "x";
   EXPECT_THAT(refusal(), HasSubstr("[metrics] " + config_.metrics.folder + " cannot be made a folder"));

@@ -19,10 +19,10 @@ ROOT = HERE.parent.parent
 
 
 class Runner:
-    """Starts one side and returns its line."""
+    """Starts one side and returns its line. `programs` has the command of each."""
 
-    def __init__(self, bench, python):
-        self.programs = {"hsdp": [bench], "peer": [python, str(HERE / "peer.py")]}
+    def __init__(self, programs):
+        self.programs = programs
 
     def run(self, program, mode, shape, extra=()):
         command = [*self.programs[program], mode, *extra]
@@ -173,7 +173,7 @@ def main():
     chosen = [name for name in CASES if fnmatch.fnmatch(name, options.cases)]
     if not chosen:
         parser.error(f"no case matches {options.cases}; there are {', '.join(CASES)}")
-    runner = Runner(options.bench, options.python)
+    runner = Runner({"hsdp": [options.bench], "peer": [options.python, str(HERE / "peer.py")]})
     for name in chosen:
         line = {"case": name, "rounds": options.rounds, **CASES[name](runner, options)}
         print(json.dumps(figures(line)), flush=True)

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/nn/functional/loss.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/embedding.h>
@@ -48,5 +49,11 @@ class GptImpl : public torch::nn::Module {
   torch::nn::Linear head_;
 };
 TORCH_MODULE(Gpt);
+
+/// As if each token were its own successor: what is learnt does not matter. forward(ids) gives logits.
+template <class Forward>
+at::Tensor loss_of(const Forward& forward, const at::Tensor& ids) {
+  return torch::nn::functional::cross_entropy(forward(ids).view({-1, kVocab}), ids.view({-1}));
+}
 
 }  // namespace bench

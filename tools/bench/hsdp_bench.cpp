@@ -17,6 +17,7 @@
 #include "hsdp/hsdp.h"
 #include "tools/bench/counting_allocator.h"
 #include "tools/bench/gpt.h"
+#include "tools/bench/median.h"
 #include "tools/bench/ranks.h"
 
 namespace bench {
@@ -48,18 +49,6 @@ int64_t peak_rss_mib() {
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
   return usage.ru_maxrss / 1024;
-}
-
-double median(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  if (values.size() % 2 == 1) return *middle;
-  return (*middle + *std::max_element(values.begin(), middle)) / 2;
-}
-
-template <class Forward>
-at::Tensor loss_of(const Forward& forward, const at::Tensor& ids) {
-  return torch::nn::functional::cross_entropy(forward(ids).view({-1, kVocab}), ids.view({-1}));
 }
 
 /// Adds what the counted steps took to the line. `warmed_up` runs before the first of them.

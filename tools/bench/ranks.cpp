@@ -18,30 +18,14 @@
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <vector>
 
+#include "tools/bench/temporary_folder.h"
+
 namespace bench {
 namespace {
 
 [[noreturn]] void fail_system(const char* what) {
   throw std::runtime_error(std::string(what) + ": " + std::strerror(errno));
 }
-
-/// A folder for the ranks' store, as long as the object lives.
-class TemporaryFolder {
- public:
-  TemporaryFolder() : path_((std::filesystem::temp_directory_path() / "hsdp_bench_XXXXXX").string()) {
-    if (mkdtemp(path_.data()) == nullptr) fail_system("mkdtemp");
-  }
-  ~TemporaryFolder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
 
 int run_rank(int64_t rank, int64_t ranks, const std::string& folder, const std::function<void(const Rank&)>& body) {
   try {
@@ -66,7 +50,7 @@ void Rank::meet(const std::string& name) const {
 }
 
 bool run_ranks(int64_t ranks, const std::function<void(const Rank&)>& body) {
-  const TemporaryFolder folder;
+  const TemporaryFolder folder(std::filesystem::temp_directory_path());  // for the ranks' store
   std::vector<pid_t> running;
   const pid_t parent = getpid();
   for (int64_t rank = 0; rank < ranks; ++rank) {

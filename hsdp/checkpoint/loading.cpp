@@ -1,0 +1,266 @@
+// Rank 0 opens a checkpoint and tells the others what is where; each then reads its own boxes into memory of their own,
+// and nothing that the program has changes before all ranks have all values.
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <map>
+#include <set>
+#include <utility>
+
+#include "dtensor/dtensor.h"
+#include "dtensor/error.h"
+#include "hsdp/agreement.h"
+#include "hsdp/checkpoint/checkpoint.h"
+#include "hsdp/checkpoint/checkpointed_tensors.h"
+#include "hsdp/checkpoint/folder_names.h"
+#include "hsdp/checkpoint/manifest.h"
+#include "hsdp/checkpoint/model_loading.h"
+#include "hsdp/checkpoint/stored_bytes.h"
+#include "hsdp/checkpoint/stored_tensors.h"
+#include "hsdp/checkpoint/tensor_loading.h"
+#include "hsdp/checkpoint/training_state_json.h"
+#include "hsdp/host.h"
+#include "hsdp/rank_generators.h"
+#include "hsdp/registered_tensors.h"
+
+namespace hsdp {
+namespace {
+
+namespace fs = std::filesystem;
+using dtensor::raise;
+using dtensor::ValueError;
+
+constexpr auto kWhere = "load";
+constexpr size_t kMostScalarBytes = 1'000'000'000;
+
+// What rank 0 found in the folder.
+struct OpenCheckpoint {
+  int64_t world_size = 1;
+  StoredTensors model, optimizer;
+  std::vector<StoredFile> rank_files;  // those that are there, in the order of the ranks
+  TrainingScalars scalars;
+};
+
+std::string open(const std::string& path) {
+  const auto manifest = read_manifest(kWhere, path);
+  verify_files(kWhere, path, manifest, /*checksums=*/false);
+  BytesWriter out;
+  out.number(static_cast<uint64_t>(manifest.world_size));
+  out.text(StoredTensors::of_checkpoint(kWhere, path, manifest, StoredTensors::Kind::model).serialize());
+  out.text(StoredTensors::of_checkpoint(kWhere, path, manifest, StoredTensors::Kind::optimizer).serialize());
+  std::map<std::string, const FileRecord*> records;
+  for (const auto& file : manifest.files) records[file.path] = &file;
+  const auto record_of = [&](const std::string& name) -> const FileRecord& {
+    const auto record = records.find(name);
+    if (record != records.end()) return *record->second;
+    raise<ValueError>(kWhere, (fs::path(path) / kManifestFile).string(), " does not list ", name,
+                      ", expected it in every checkpoint; the folder was put together by other means");
+  };
+  out.number(static_cast<uint64_t>(manifest.world_size));
+  for (int64_t rank = 0; rank < manifest.world_size; ++rank) {
+    const auto& record = record_of((fs::path(kRanksFolder) / numbered("rank", rank, ".safetensors")).string());
+    out.text((fs::path(path) / record.path).string());
+    out.number(record.written.bytes);
+    out.numbers(record.written.block_checksums);
+  }
+  const auto& scalars = record_of(kTrainingStateFile);
+  const auto scalars_path = (fs::path(path) / scalars.path).string();
+  const auto text = read_text(kWhere, scalars_path, kMostScalarBytes);
+  if (const auto found = checksum(text.data(), text.size()); found != scalars.written.checksum) {
+    raise<ValueError>(kWhere, scalars_path, " has checksum ", to_hex(found), ", expected ",
+                      to_hex(scalars.written.checksum), "; the file is damaged: load another checkpoint");
+  }
+  out.text(scalars_path);
+  out.text(text);
+  return out.take();
+}
+
+OpenCheckpoint receive(const std::string& bytes) {
+  BytesReader in(bytes);
+  OpenCheckpoint result;
+  result.world_size = static_cast<int64_t>(in.number());
+  result.model = StoredTensors::deserialize(in.text());
+  result.optimizer = StoredTensors::deserialize(in.text());
+  for (auto files = in.number(); files > 0; --files) {
+    StoredFile file;
+    file.path = in.text();
+    file.bytes = in.number();
+    file.block_checksums = in.numbers<uint64_t>();
+    result.rank_files.push_back(std::move(file));
+  }
+  const auto scalars_path = in.text();
+  result.scalars = parse_training_scalars(kWhere, in.text(), scalars_path);
+  return result;
+}
+
+// The optimizers' tensors to be: made like the parameters, so that they are sharded as they are.
+class OptimizerLoading {
+ public:
+  OptimizerLoading(const OpenCheckpoint& checkpoint, const TrainingState& state, const ParameterNames& names,
+                   const LoadOptions& options, LoadReport& report) {
+    std::set<std::string> wanted;
+    std::vector<std::string> missing, unexpected;
+    for (const auto* optimizer : state.optimizers) {
+      for (const auto& group : optimizer->param_groups()) {
+        for (const auto& parameter : group.params()) {
+          const auto name = names.find(parameter.unsafeGetTensorImpl());
+          if (name == names.end()) continue;  // restore_optimizer_states refuses it
+          const auto entry = checkpoint.scalars.optimizers.find(name->second);
+          if (entry == checkpoint.scalars.optimizers.end()) {
+            missing.push_back(optimizer_key(name->second, "*"));
+            continue;
+          }
+          wanted.insert(name->second);
+          states_[name->second] = entry->second;
+          for (auto& [key, tensor] : entry->second.tensors) {
+            const auto* stored = checkpoint.optimizer.find(optimizer_key(name->second, key));
+            if (stored == nullptr) {
+              raise<ValueError>(kWhere, "the checkpoint has no tensor \"", optimizer_key(name->second, key),
+                                "\", which its ", kTrainingStateFile, " lists; the folder is damaged");
+            }
+            parts_.push_back({name->second, key, parameter, stored});
+          }
+        }
+      }
+    }
+    for (const auto& [name, entry] : checkpoint.scalars.optimizers) {
+      if (!wanted.contains(name)) unexpected.push_back(optimizer_key(name, "*"));
+    }
+    refuse_unless_listed(kWhere, "the checkpoint's optimizer state", missing, unexpected, options.strict, report);
+  }
+
+  // Once the parameters have memory.
+  void allocate(TensorLoading& loading) {
+    for (const auto& part : parts_) {
+      auto* impl = dtensor::distributed_impl(part.parameter);
+      const bool alike = impl != nullptr && part.parameter.sizes().equals(part.stored->sizes);
+      const auto device = impl != nullptr ? impl->local().device() : part.parameter.device();
+      const auto& sizes = alike ? impl->layout()->local().sizes : part.stored->sizes;
+      auto local = at::empty(sizes, at::TensorOptions(device).dtype(part.stored->dtype));
+      const auto tensor = alike ? dtensor::wrap_local(local, *impl) : local;
+      auto target = checkpointed(kWhere, part.stored->name, tensor);
+      target.local = local;
+      loading.add(std::move(target), *part.stored);
+      states_[part.name].tensors[part.key] = tensor;
+    }
+  }
+
+  const OptimizerStates& states() const { return states_; }
+
+ private:
+  struct Part {
+    std::string name, key;
+    at::Tensor parameter;
+    const StoredTensor* stored;
+  };
+  std::vector<Part> parts_;
+  OptimizerStates states_;
+};
+
+// This rank's generators, and its values of tensors that are not sharded, where it had its own.
+class OwnState {
+ public:
+  void read(const OpenCheckpoint& checkpoint, const dtensor::DeviceMesh& mesh) {
+    same_ranks_ = checkpoint.world_size == mesh.size();
+    rank_ = mesh.rank();
+    const auto file = checkpoint.rank_files.at(same_ranks_ ? static_cast<size_t>(rank_) : 0);
+    const auto stored = StoredTensors::of_file(kWhere, file);
+    StoredReader reader(kWhere, stored);
+    for (const auto& tensor : stored.tensors()) {
+      auto values = at::empty(tensor.sizes, at::TensorOptions(kHost).dtype(tensor.dtype));
+      const std::vector<int64_t> origin(tensor.sizes.size(), 0);
+      reader.read(tensor, {origin, tensor.sizes}, values.mutable_data_ptr());
+      if (tensor.name.starts_with(kGeneratorPrefix)) {
+        generators_.emplace_back(tensor.name.substr(std::string(kGeneratorPrefix).size()), values);
+      } else if (tensor.name.starts_with(kOwnTensorPrefix) && same_ranks_) {
+        own_[tensor.name.substr(std::string(kOwnTensorPrefix).size())] = values;
+      }
+    }
+  }
+  bool same_ranks() const { return same_ranks_; }
+  const std::map<std::string, at::Tensor>& tensors() const { return own_; }
+  void restore(at::Device device) const {
+    if (same_ranks_) {
+      restore_generators(generators_, {device});
+    } else {
+      reseed_generators(generators_, rank_, {device});
+    }
+  }
+
+ private:
+  bool same_ranks_ = true;
+  int64_t rank_ = 0;
+  std::vector<std::pair<std::string, at::Tensor>> generators_;
+  std::map<std::string, at::Tensor> own_;
+};
+
+}  // namespace
+
+LoadReport load(TrainingState& state, const std::string& path, const LoadOptions& options) {
+  check_model(kWhere, state);
+  const auto& mesh = *state.model->mesh();
+  const auto device = device_of(*state.model);
+  std::string bytes;
+  agree(mesh, device, kWhere, [&] {
+    state.model->scheduler()->check_not_summoned(kWhere);
+    if (mesh.rank() == 0) bytes = open(trimmed(path));
+  });
+  bytes = broadcast_text(mesh, device, kWhere, bytes, 0);
+
+  LoadReport report;
+  OpenCheckpoint checkpoint;
+  const auto registered = registered_tensors(*state.model);
+  const auto names = parameter_names(registered);
+  std::optional<ModelLoading> model;
+  std::optional<OptimizerLoading> optimizer;
+  OwnState own;
+  agree(mesh, device, kWhere, [&] {
+    checkpoint = receive(bytes);
+    model.emplace(kWhere, "the checkpoint", *state.model, registered, checkpoint.model,
+                  ModelLoading::Options{options.strict, options.convert_dtypes}, report);
+    if (!state.optimizers.empty()) {
+      optimizer.emplace(checkpoint, state, names, options, report);
+      check_restorable(kWhere, state, checkpoint.scalars);
+    }
+    own.read(checkpoint, mesh);
+  });
+  report.same_ranks = own.same_ranks();
+
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  TensorLoading model_values(kWhere, checkpoint.model, mesh);
+  TensorLoading optimizer_values(kWhere, checkpoint.optimizer, mesh);
+  agree(mesh, device, kWhere, [&] {
+    model->allocate(device, model_values);
+    if (optimizer) optimizer->allocate(optimizer_values);
+  });
+  {
+    c10::impl::ExcludeDispatchKeyGuard below(dtensor::kDTensorKey);
+    agree(mesh, device, kWhere, [&] {
+      model_values.read();
+      optimizer_values.read();
+    });
+    model_values.send();
+    optimizer_values.send();
+  }
+  report.bytes_read = model_values.bytes_read() + optimizer_values.bytes_read();
+  agree(mesh, device, kWhere, [&] {
+    if (optimizer) {
+      restore_optimizer_states(state.optimizers, names, optimizer->states(),
+                               {.options = options.optimizer_options, .allow_missing = !options.strict});
+      restore(state, checkpoint.scalars);
+    } else {
+      state.progress = checkpoint.scalars.progress;
+      state.values = checkpoint.scalars.values;
+    }
+  });
+  model->commit(own.tensors());
+  state.model->replay_missing();
+  agree(mesh, device, kWhere, [&] { own.restore(device); });
+  return report;
+}
+
+}  // namespace hsdp
