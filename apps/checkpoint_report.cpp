@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <map>
@@ -175,7 +176,8 @@ void compare_values(char* a, char* b, c10::ScalarType dtype, int64_t count, int6
   }
   result.count += different;
   const auto largest = absolute_differences(typed_a, typed_b).masked_select(differ).max().item<double>();
-  if (!(largest <= result.largest)) result.largest = largest;
+  // Once NaN, it stays so.
+  if (largest > result.largest || std::isnan(largest)) result.largest = std::fabs(largest);
 }
 
 Differences compare(const StoredTensor& a, hsdp::StoredReader& reader_a, const StoredTensor& b,

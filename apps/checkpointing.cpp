@@ -35,6 +35,15 @@ std::string names_of(const std::vector<hsdp::FoundCheckpoint>& found) {
   return found.size() <= kMost ? text : c10::str(text, " and ", found.size() - kMost, " more");
 }
 
+/// checkpoint_at(path) on rank 0, which alone reads there; the path as it is on the others. A collective.
+std::string found_by_rank_0(const hsdp::Environment& environment, const std::string& path) {
+  auto found = path;
+  agree(environment, [&] {
+    if (environment.rank() == 0) found = checkpoint_at(path);
+  });
+  return found;
+}
+
 }  // namespace
 
 Checkpointing::Checkpointing(const Config& config, const hsdp::Environment& environment, const DataLoader& data)
@@ -60,8 +69,9 @@ void Checkpointing::start(hsdp::TrainingState& state) {
     if (config_.checkpoint.weights.empty()) {
       state.model->materialize(environment_.device());
     } else {
-      hsdp::load(state.model, config_.checkpoint.weights);
-      say(c10::str("began with the weights in ", config_.checkpoint.weights));
+      const auto weights = found_by_rank_0(environment_, config_.checkpoint.weights);
+      hsdp::load(state.model, weights);
+      say(c10::str("began with the weights in ", weights));
     }
     return;
   }
@@ -123,7 +133,7 @@ std::optional<Checkpointing::ResumePoint> Checkpointing::resume_point() const {
   }
   if (newest) return ResumePoint{newest->path, true};
   if (load == "none" || load == "auto") return std::nullopt;
-  return ResumePoint{checkpoint_at(load), false};
+  return ResumePoint{found_by_rank_0(environment_, load), false};
 }
 
 Checkpointing::ResumePoint Checkpointing::named(int64_t step) const {

@@ -40,7 +40,8 @@ void export_hf(const std::shared_ptr<ShardedModule>& sharded, const std::string&
       const auto whole = whole_for_rank_0(targets[index]);
       if (!writer || failure) continue;
       try {
-        const auto values = whole.detach().to(kHost, exported_dtype(whole.scalar_type(), options)).contiguous();
+        const auto host = whole.detach().to(kHost, exported_dtype(whole.scalar_type(), options));
+        const auto values = host.resolve_conj().resolve_neg().contiguous();
         writer->write(values.const_data_ptr(), values.nbytes());
       } catch (...) {
         failure = std::current_exception();

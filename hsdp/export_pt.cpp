@@ -127,7 +127,7 @@ class Export {
     }
     TORCH_INTERNAL_ASSERT(record != records_.end(), "no record for ", target.names.front());
     if (record->second.empty()) return;
-    const auto values = whole.detach().to(kHost).contiguous();
+    const auto values = whole.detach().to(kHost).resolve_conj().resolve_neg().contiguous();
     writer_->writeRecord("data/" + record->second, values.const_data_ptr(), values.nbytes());
     file_.check();
   }

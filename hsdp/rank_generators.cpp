@@ -1,5 +1,6 @@
 #include "hsdp/rank_generators.h"
 
+#include <ATen/ATen.h>
 #include <ATen/Context.h>
 
 #include <algorithm>

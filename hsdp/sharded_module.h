@@ -62,6 +62,10 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   /// The same for buffers and captured tensors that have no value yet, after parameters came from elsewhere. Collective
   /// where any of these depends on random numbers.
   void replay_missing();
+  /// Whether the default generators are what this module's forwards draw from, or are still to be parted by the first.
+  bool generators_settled() const { return generators_settled_; }
+  /// The same, from a checkpoint whose states they have been given.
+  void set_generators_settled(bool settled) { generators_settled_ = settled; }
 
   /// This rank's part, by name, of the parameters of which all ranks along a mesh axis hold the same.
   std::vector<std::pair<std::string, at::Tensor>> locals_replicated_over(int64_t axis) const;

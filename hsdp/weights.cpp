@@ -20,6 +20,7 @@
 #include "hsdp/checkpoint/manifest.h"
 #include "hsdp/checkpoint/model_loading.h"
 #include "hsdp/checkpoint/stored_tensors.h"
+#include "hsdp/checkpoint/target_folder.h"
 #include "hsdp/checkpoint/tensor_loading.h"
 #include "hsdp/registered_tensors.h"
 #include "hsdp/weights_file.h"
@@ -74,8 +75,9 @@ enum class Format : int64_t { archive, safetensors, checkpoint };
 
 // An archive is a zip file.
 Format format_of(const std::string& path) {
-  if (std::filesystem::is_directory(path)) {
-    const bool is_checkpoint = std::filesystem::exists(std::filesystem::path(path) / kManifestFile);
+  std::error_code ignored;  // reading says what is wrong
+  if (std::filesystem::is_directory(path, ignored)) {
+    const bool is_checkpoint = std::filesystem::exists(std::filesystem::path(path) / kManifestFile, ignored);
     return is_checkpoint ? Format::checkpoint : Format::safetensors;
   }
   return path.ends_with(".safetensors") ? Format::safetensors : Format::archive;
@@ -134,7 +136,7 @@ void load_stored(const std::shared_ptr<ShardedModule>& sharded, const std::strin
       if (format == Format::safetensors) return StoredTensors::of_hugging_face(kLoad, path);
       return StoredTensors::of_checkpoint(kLoad, path, read_manifest(kLoad, path), StoredTensors::Kind::model);
     };
-    bytes = open().serialize();
+    with_paths(kLoad, [&] { bytes = open().serialize(); });
   });
   const auto stored = StoredTensors::deserialize(broadcast_text(mesh, device, kLoad, bytes, 0));
   const auto targets = registered_tensors(*sharded);

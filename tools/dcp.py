@@ -332,8 +332,6 @@ def import_checkpoint(arguments):
     path_of(arguments.optimizer_prefix)
     leftovers = Leftovers("imported")
     with folder_appearing_at(arguments.out) as folder:
-        import torch
-
         reader = DcpReader(arguments.source)
         known = {f"train_state.{name}" for name in ("step", "ntokens_seen")} | {"lr_scheduler.last_epoch"}
         model = {}  # our name: key
@@ -364,6 +362,8 @@ def import_checkpoint(arguments):
         if numbers.get("lr_scheduler.last_epoch", step) != step:
             leftovers.add("schedule at another step", f"lr_scheduler.last_epoch {numbers['lr_scheduler.last_epoch']}")
 
+        import torch
+
         writer = FolderWriter(folder)
         facts = {}
         for kind, within, keys in (("model", "", model), ("optimizer", OPTIMIZER_FOLDER + "/", optimizer.tensors)):
@@ -373,8 +373,11 @@ def import_checkpoint(arguments):
             }
             if keys:
                 writer.write_tensors(within + SHARD, facts[kind], lambda name, keys=keys: reader.read(keys[name]))
-        # Random generators that the program keeps.
-        writer.write_tensors(RANK, {}, None)
+        # Random numbers begin as in a program that has just started.
+        generator = torch.Generator().get_state()
+        writer.write_tensors(
+            RANK, {"generator.host": {"dtype": "U8", "shape": list(generator.shape)}}, lambda name: generator
+        )
         progress = {"step": step, "tokens": numbers.get("train_state.ntokens_seen", 0), "data_position": 0}
         writer.write_json(
             TRAINING_STATE,

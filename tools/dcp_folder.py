@@ -82,14 +82,15 @@ class MetadataUnpickler(pickle.Unpickler):
     """Finds what DCP's `.metadata` consists of, and nothing else."""
 
     def find_class(self, module, name):
-        import torch
-
         if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
             return pathlib.PurePath
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
+        if module == "torch":
+            import torch
+
+            if isinstance(getattr(torch, name, None), torch.dtype):
+                return getattr(torch, name)
         raise Refused(
             f"it names {module}.{name}, which is no part of DCP's metadata; do not load this file with PyTorch"
         )

@@ -23,9 +23,12 @@ namespace hsdp {
 /// checkpoint that was there is replaced once the new one is. Each box of values is written by one rank that holds it.
 /// Gradients are not part of it: save between a step and the next backward.
 ///
-/// Throws, alike on all ranks, ValueError for a path that cannot be written and for what optimizer_states refuses,
-/// StateError while tensors have no values. Then an earlier checkpoint at `path` is still there.
+/// Throws, alike on all ranks, ValueError for a path that cannot be written, NotSupportedError for optimizers that are
+/// not supported (LBFGS) and dtypes that safetensors lacks, StateError while tensors have no values. Then an earlier
+/// checkpoint at `path` is still there.
 void save(const TrainingState& state, const std::string& path);
+
+class StagingMemory;
 
 /// A checkpoint that is being written in the background. The tensors were copied, so that training goes on at once.
 /// Lives on the thread that made it; destroying one that is not finished waits for this rank's writing and leaves the
@@ -46,15 +49,21 @@ class PendingSave {
   void wait();
 
  private:
-  friend PendingSave save_async(const TrainingState& state, const std::string& path);
+  friend PendingSave save_async(const TrainingState& state, const std::string& path,
+                                const std::shared_ptr<StagingMemory>& memory);
   friend void save(const TrainingState& state, const std::string& path);
   struct Job;
   std::unique_ptr<Job> job_;
 };
 
+/// Host memory that the copies of one save in the background are made in, kept for those of the next: memory that a
+/// process gets anew costs more time than the copying. Not for two saves at once.
+std::shared_ptr<StagingMemory> make_staging_memory();
+
 /// As save(), but returns when this rank's tensors have been copied to host memory. Nothing appears at `path` before
-/// poll() or wait() has returned true.
-PendingSave save_async(const TrainingState& state, const std::string& path);
+/// poll() or wait() has completed it. Without `memory` the copies are in memory of their own.
+PendingSave save_async(const TrainingState& state, const std::string& path,
+                       const std::shared_ptr<StagingMemory>& memory = nullptr);
 
 struct LoadOptions {
   /// Refuses what only one side has. Without it, what the checkpoint lacks keeps its values, what the program lacks is
@@ -79,7 +88,8 @@ struct LoadReport {
 /// Gives `state` what the checkpoint at `path` holds, whatever ranks, mesh, placements and units wrote it. A model on
 /// meta is given memory first; members that nobody registered and that have no values are replayed. Each rank reads
 /// what it needs; of replicas one reads and sends it to the others. All that is read is compared with its checksum.
-/// state.model may be all there is: the rest of the checkpoint is then passed over.
+/// Optimizers, schedules and a scaler that `state` does not have are passed over if it has none of them; progress,
+/// values and generators always are the checkpoint's. For weights alone: load(model, path).
 ///
 /// Memory beyond the result: this rank's shards once more where the model has values already.
 ///

@@ -14,6 +14,7 @@
 #include "hsdp/checkpoint/file_lock.h"
 #include "hsdp/checkpoint/folder_names.h"
 #include "hsdp/checkpoint/manifest.h"
+#include "hsdp/checkpoint/target_folder.h"
 
 namespace hsdp {
 namespace {
@@ -37,9 +38,12 @@ std::optional<int64_t> step_of(const std::string& name) {
   return step;
 }
 
-bool removes(const std::string& name) {
-  for (const std::string_view suffix : {kWritingSuffix, kRemovingSuffix, kReplacedSuffix}) {
-    if (name.ends_with(suffix) && step_of(name.substr(0, name.size() - suffix.size()))) return true;
+// Names that a save gives to what is no checkpoint yet, or no more: `step-12.writing`, `step-12.replaced.removing`.
+bool is_leftover(std::string name) {
+  for (const std::string_view suffix : {kRemovingSuffix, kWritingSuffix, kReplacedSuffix}) {
+    if (!name.ends_with(suffix)) continue;
+    name = name.substr(0, name.size() - suffix.size());
+    if (step_of(name)) return true;
   }
   return false;
 }
@@ -58,7 +62,7 @@ std::vector<FoundCheckpoint> find_checkpoints(const std::string& folder) {
     auto name = entry.path().filename().string();
     // Where a run was killed between the two steps of replacing it.
     const bool replaced = name.ends_with(kReplacedSuffix);
-    if (replaced) name.resize(name.size() - std::string_view(kReplacedSuffix).size());
+    if (replaced) name = name.substr(0, name.size() - std::string_view(kReplacedSuffix).size());
     const auto step = step_of(name);
     if (!step || !fs::exists(entry.path() / kManifestFile, error)) continue;
     if (replaced && found.contains(*step)) continue;
@@ -74,6 +78,7 @@ struct CheckpointFolder::State {
   std::string path;
   CheckpointFolderOptions options;
   std::unique_ptr<FileLock> lock;  // rank 0's
+  std::shared_ptr<StagingMemory> memory;
   PendingSave pending;
   int64_t pending_step = 0;
   std::thread removal;
@@ -84,7 +89,7 @@ struct CheckpointFolder::State {
 
   bool leads() const { return environment.rank() == 0; }
   void agreed(const std::function<void()>& work) const {
-    agree(*environment.mesh(), environment.device(), kWhere, work);
+    agree(*environment.mesh(), environment.device(), kWhere, [&] { with_paths(kWhere, work); });
   }
   std::string path_of(int64_t step) const { return (fs::path(path) / name_of(step)).string(); }
 
@@ -100,7 +105,7 @@ struct CheckpointFolder::State {
     }
     for (const auto& entry : fs::directory_iterator(path)) {
       const auto is_found = [&](const auto& checkpoint) { return checkpoint.path == entry.path().string(); };
-      if (!removes(entry.path().filename().string()) || std::any_of(found.begin(), found.end(), is_found)) continue;
+      if (!is_leftover(entry.path().filename().string()) || std::any_of(found.begin(), found.end(), is_found)) continue;
       fs::remove_all(entry.path());
     }
   }
@@ -137,17 +142,13 @@ CheckpointFolder::CheckpointFolder(Environment environment, std::string path, co
     raise<ValueError>(kWhere, "keep_latest ", options.keep_latest, " and keep_every ", options.keep_every,
                       ", expected at least 0");
   }
-  state_ = std::unique_ptr<State>(new State{std::move(environment), trimmed(std::move(path)), options, {}, {}, 0, {}});
+  state_ = std::unique_ptr<State>(
+      new State{std::move(environment), trimmed(std::move(path)), options, nullptr, make_staging_memory(), {}, 0, {}});
   state_->agreed([&] {
     if (!state_->leads()) return;
     find_checkpoints(state_->path);
-    std::error_code error;
-    fs::create_directories(state_->path, error);
-    if (error) {
-      raise<ValueError>(kWhere, state_->path, " cannot be made: ", error.message(),
-                        ", expected a folder that can be written");
-    }
-    state_->lock = std::make_unique<FileLock>(kWhere, (fs::path(state_->path) / ".lock").string());
+    make_folders(kWhere, state_->path);
+    state_->lock = std::make_unique<FileLock>(kWhere, (fs::path(state_->path) / kLockFile).string());
   });
 }
 
@@ -163,7 +164,7 @@ void CheckpointFolder::save(const TrainingState& state) {
   state_->pending_step = state.progress.step;
   const auto target = state_->path_of(state.progress.step);
   if (state_->options.async) {
-    state_->pending = save_async(state, target);
+    state_->pending = save_async(state, target, state_->memory);
     return;
   }
   hsdp::save(state, target);

@@ -46,6 +46,9 @@ std::vector<int64_t> ReplicaChoice::choose(const CheckpointedTensor& tensor) {
   const auto replicated = [&](size_t axis) {
     return tensor.layout == nullptr || tensor.layout->placements()[axis].is_replicate();
   };
+  bool several = false;
+  for (size_t axis = 0; axis < ndim; ++axis) several |= replicated(axis);
+  if (!several) return mesh_.coordinate();
   const auto elements = tensor.layout ? c10::multiply_integers(tensor.layout->padded_local_sizes())
                                       : c10::multiply_integers(tensor.sizes);
   const auto bytes = elements * static_cast<int64_t>(tensor.local.element_size());

@@ -191,6 +191,20 @@ std::string read_text(const char* where, const std::string& path, size_t most_by
   return text;
 }
 
+void make_folders(const char* where, const std::string& path) {
+  namespace fs = std::filesystem;
+  std::error_code error;
+  std::vector<fs::path> parents;
+  for (fs::path folder = path; !folder.empty() && !fs::exists(folder, error); folder = folder.parent_path()) {
+    parents.push_back(folder.parent_path());
+  }
+  fs::create_directories(path, error);
+  if (error) {
+    raise<ValueError>(where, path, " cannot be made: ", error.message(), ", expected a folder that can be written");
+  }
+  for (const auto& parent : parents) sync_folder(where, parent.string());
+}
+
 void sync_folder(const char* where, const std::string& path) {
   const std::string name = path.empty() ? "." : path;
   const int descriptor = ::open(name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);

@@ -72,6 +72,9 @@ WrittenFile measure(const ReadableFile& file);
 /// The whole text of a file of at most `most_bytes`. Throws ValueError.
 std::string read_text(const char* where, const std::string& path, size_t most_bytes);
 
+/// Makes a folder and those above it that are missing, on disk. Throws ValueError.
+void make_folders(const char* where, const std::string& path);
+
 /// Makes names in a folder (files created, renamed, removed) survive a crash of the host. Throws ValueError.
 void sync_folder(const char* where, const std::string& path);
 

@@ -14,6 +14,8 @@ constexpr auto kRemovingSuffix = ".removing";
 /// Within a rank's own file: its generators, and its values of tensors that are not sharded.
 constexpr auto kGeneratorPrefix = "generator.";
 constexpr auto kOwnTensorPrefix = "own.";
+/// One byte: ShardedModule::generators_settled.
+constexpr auto kGeneratorsSettled = "generators_settled";
 
 /// `stem-00001suffix` for rank 0.
 std::string numbered(const std::string& stem, int64_t rank, const std::string& suffix);

@@ -120,12 +120,7 @@ HuggingFaceWriter::HuggingFaceWriter(const char* where, std::string folder, std:
   state_->folder = std::move(folder);
   state_->tensors = std::move(tensors);
   state_->plan = plan_hugging_face(where, state_->tensors, max_file_bytes);
-  std::error_code error;
-  fs::create_directories(state_->folder, error);
-  if (error) {
-    raise<ValueError>(where, state_->folder, " cannot be made: ", error.message(),
-                      ", expected a folder that can be written");
-  }
+  make_folders(where, state_->folder);
   for (const auto& entry : fs::directory_iterator(state_->folder)) {
     if (entry.path().extension() != ".safetensors" && entry.path().filename() != kIndexFile) continue;
     raise<ValueError>(where, state_->folder, " has ", entry.path().filename().string(),

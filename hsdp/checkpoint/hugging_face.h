@@ -59,7 +59,8 @@ class HuggingFaceWriter {
 c10::ScalarType exported_dtype(c10::ScalarType dtype, const HuggingFaceOptions& options);
 
 /// Makes such a folder of the model in a checkpoint (`step-N`), or of another Hugging Face folder, one tensor in memory
-/// at a time. One process; no device, no model. Throws ValueError as load() and HuggingFaceWriter do.
+/// at a time, twice where its dtype is converted. One process; no device, no model. Throws ValueError as load() and
+/// HuggingFaceWriter do.
 void consolidate(const std::string& from, const std::string& to, const HuggingFaceOptions& options = {});
 
 }  // namespace hsdp

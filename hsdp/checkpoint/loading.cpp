@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <set>
 #include <utility>
@@ -107,7 +108,7 @@ class OptimizerLoading {
       for (const auto& group : optimizer->param_groups()) {
         for (const auto& parameter : group.params()) {
           const auto name = names.find(parameter.unsafeGetTensorImpl());
-          if (name == names.end()) continue;  // restore_optimizer_states refuses it
+          if (name == names.end()) continue;  // prepare_optimizer_states refuses it
           const auto entry = checkpoint.scalars.optimizers.find(name->second);
           if (entry == checkpoint.scalars.optimizers.end()) {
             missing.push_back(optimizer_key(name->second, "*"));
@@ -121,6 +122,7 @@ class OptimizerLoading {
               raise<ValueError>(kWhere, "the checkpoint has no tensor \"", optimizer_key(name->second, key),
                                 "\", which its ", kTrainingStateFile, " lists; the folder is damaged");
             }
+            check_fits(*stored, parameter);
             parts_.push_back({name->second, key, parameter, stored});
           }
         }
@@ -136,15 +138,22 @@ class OptimizerLoading {
   void allocate(TensorLoading& loading) {
     for (const auto& part : parts_) {
       auto* impl = dtensor::distributed_impl(part.parameter);
-      const bool alike = impl != nullptr && part.parameter.sizes().equals(part.stored->sizes);
       const auto device = impl != nullptr ? impl->local().device() : part.parameter.device();
-      const auto& sizes = alike ? impl->layout()->local().sizes : part.stored->sizes;
+      const auto& sizes = impl != nullptr ? impl->layout()->local().sizes : part.stored->sizes;
       auto local = at::empty(sizes, at::TensorOptions(device).dtype(part.stored->dtype));
-      const auto tensor = alike ? dtensor::wrap_local(local, *impl) : local;
+      const auto tensor = impl != nullptr ? dtensor::wrap_local(local, *impl) : local;
       auto target = checkpointed(kWhere, part.stored->name, tensor);
       target.local = local;
       loading.add(std::move(target), *part.stored);
       states_[part.name].tensors[part.key] = tensor;
+    }
+  }
+
+  /// Takes this rank's own values of tensors that are not sharded.
+  void commit(const std::map<std::string, at::Tensor>& own) {
+    for (const auto& part : parts_) {
+      const auto mine = own.find(part.stored->name);
+      if (mine != own.end()) states_[part.name].tensors[part.key].copy_(mine->second);
     }
   }
 
@@ -156,6 +165,22 @@ class OptimizerLoading {
     at::Tensor parameter;
     const StoredTensor* stored;
   };
+
+  // All tensors of all kinds have the shape of their parameter; their dtype may be one of higher precision.
+  static void check_fits(const StoredTensor& stored, const at::Tensor& parameter) {
+    const auto refuse = [&](const char* what, const auto& found, const auto& expected) {
+      raise<ValueError>(kWhere, "the checkpoint's optimizer state does not fit: \"", stored.name, "\" of ", what, " ",
+                        found, ", expected ", expected, " as its parameter");
+    };
+    if (!parameter.sizes().equals(stored.sizes)) refuse("shape", c10::IntArrayRef(stored.sizes), parameter.sizes());
+    const auto dtype = parameter.scalar_type();
+    if (c10::isComplexType(stored.dtype) == c10::isComplexType(dtype) &&
+        c10::isFloatingType(stored.dtype) == c10::isFloatingType(dtype)) {
+      return;
+    }
+    refuse("dtype", stored.dtype, dtype);
+  }
+
   std::vector<Part> parts_;
   OptimizerStates states_;
 };
@@ -175,12 +200,39 @@ class OwnState {
       reader.read(tensor, {origin, tensor.sizes}, values.mutable_data_ptr());
       if (tensor.name.starts_with(kGeneratorPrefix)) {
         generators_.emplace_back(tensor.name.substr(std::string(kGeneratorPrefix).size()), values);
-      } else if (tensor.name.starts_with(kOwnTensorPrefix) && same_ranks_) {
-        own_[tensor.name.substr(std::string(kOwnTensorPrefix).size())] = values;
+        continue;
       }
+      if (tensor.name == kGeneratorsSettled && values.numel() == 1) {
+        generators_settled_ = values.item().toBool();
+        continue;
+      }
+      const bool is_own = tensor.name.starts_with(kOwnTensorPrefix);
+      const auto name = is_own ? tensor.name.substr(std::string(kOwnTensorPrefix).size()) : tensor.name;
+      const auto* of_all = is_own ? checkpoint.model.find(name) : nullptr;
+      if (is_own && of_all == nullptr) of_all = checkpoint.optimizer.find(name);
+      if (of_all == nullptr || of_all->sizes != tensor.sizes || of_all->dtype != tensor.dtype) {
+        raise<ValueError>(kWhere, file.path, ": tensor \"", tensor.name, "\" of dtype ", tensor.dtype, " and shape ",
+                          c10::IntArrayRef(tensor.sizes), ", expected ",
+                          of_all == nullptr
+                              ? std::string("generators and tensors of all ranks alone")
+                              : c10::str(of_all->dtype, " and ", c10::IntArrayRef(of_all->sizes), ", as on all ranks"));
+      }
+      if (same_ranks_) own_[name] = values;
     }
+    path_ = file.path;
+  }
+  // Throws what restore() would. Nothing has changed afterwards.
+  void check(at::Device device) const {
+    const auto former = capture_generators({device});
+    try {
+      restore(device);
+    } catch (const ValueError& error) {
+      raise<ValueError>(kWhere, path_, " cannot be restored: ", error.what());
+    }
+    restore_generators(former, {device});
   }
   bool same_ranks() const { return same_ranks_; }
+  bool generators_settled() const { return generators_settled_; }
   const std::map<std::string, at::Tensor>& tensors() const { return own_; }
   void restore(at::Device device) const {
     if (same_ranks_) {
@@ -191,7 +243,9 @@ class OwnState {
   }
 
  private:
+  std::string path_;
   bool same_ranks_ = true;
+  bool generators_settled_ = false;
   int64_t rank_ = 0;
   std::vector<std::pair<std::string, at::Tensor>> generators_;
   std::map<std::string, at::Tensor> own_;
@@ -217,15 +271,15 @@ LoadReport load(TrainingState& state, const std::string& path, const LoadOptions
   std::optional<ModelLoading> model;
   std::optional<OptimizerLoading> optimizer;
   OwnState own;
+  const bool weights_alone = state.optimizers.empty() && state.lr_schedulers.empty() && state.grad_scaler == nullptr;
   agree(mesh, device, kWhere, [&] {
     checkpoint = receive(bytes);
     model.emplace(kWhere, "the checkpoint", *state.model, registered, checkpoint.model,
                   ModelLoading::Options{options.strict, options.convert_dtypes}, report);
-    if (!state.optimizers.empty()) {
-      optimizer.emplace(checkpoint, state, names, options, report);
-      check_restorable(kWhere, state, checkpoint.scalars);
-    }
+    if (!state.optimizers.empty()) optimizer.emplace(checkpoint, state, names, options, report);
+    if (!weights_alone) check_restorable(kWhere, state, checkpoint.scalars);
     own.read(checkpoint, mesh);
+    own.check(device);
   });
   report.same_ranks = own.same_ranks();
 
@@ -247,19 +301,27 @@ LoadReport load(TrainingState& state, const std::string& path, const LoadOptions
     optimizer_values.send();
   }
   report.bytes_read = model_values.bytes_read() + optimizer_values.bytes_read();
+  std::function<void()> take_optimizer_states = [] {};
   agree(mesh, device, kWhere, [&] {
-    if (optimizer) {
-      restore_optimizer_states(state.optimizers, names, optimizer->states(),
-                               {.options = options.optimizer_options, .allow_missing = !options.strict});
-      restore(state, checkpoint.scalars);
-    } else {
-      state.progress = checkpoint.scalars.progress;
-      state.values = checkpoint.scalars.values;
-    }
+    if (!optimizer) return;
+    take_optimizer_states =
+        prepare_optimizer_states(state.optimizers, names, optimizer->states(),
+                                 {.options = options.optimizer_options, .allow_missing = !options.strict});
   });
-  model->commit(own.tensors());
+  // Before anything that has values is given others: it fails where construction depended on unlike seeds.
   state.model->replay_missing();
+  // From here on all ranks change what they have.
+  if (optimizer) optimizer->commit(own.tensors());
+  take_optimizer_states();
+  if (weights_alone) {
+    state.progress = checkpoint.scalars.progress;
+    state.values = checkpoint.scalars.values;
+  } else {
+    restore(state, checkpoint.scalars);
+  }
+  model->commit(own.tensors());
   agree(mesh, device, kWhere, [&] { own.restore(device); });
+  state.model->set_generators_settled(own.generators_settled());
   return report;
 }
 

@@ -5,13 +5,12 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <limits>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <set>
 #include <utility>
 
 #include "dtensor/error.h"
+#include "hsdp/checkpoint/json_reader.h"
 #include "hsdp/checkpoint/safetensors.h"
 
 namespace hsdp {
@@ -23,7 +22,7 @@ using dtensor::ValueError;
 using Json = nlohmann::json;
 
 constexpr auto kFormat = "hsdp-checkpoint";
-constexpr uint64_t kVersion = 1;
+constexpr int64_t kVersion = 1;
 // 16 bytes a block of a file, some 100 a tensor.
 constexpr size_t kMostBytes = 1'000'000'000;
 constexpr size_t kHexDigits = 16;
@@ -60,37 +59,25 @@ std::string to_json(const FileRecord& file) {
 
 // ---- reading ----
 
-std::string shown(const Json& value) {
-  constexpr size_t kMostShown = 200;
-  const auto text = value.dump(-1, ' ', false, Json::error_handler_t::replace);
-  return text.size() > kMostShown ? text.substr(0, kMostShown) + "..." : text;
-}
-
 // Takes a text apart. `entry` says in messages which part of it a value is.
 class ManifestReader {
  public:
-  ManifestReader(const char* where, const std::string& path) : where_(where), path_(path) {}
+  ManifestReader(const char* where, const std::string& path) : json_(where, path, "a manifest") {}
 
   Manifest read(const std::string& text) const {
-    const auto json = parse(text);
-    if (!json.is_object()) refuse("it is ", shown(json), ", expected an object");
-    const auto format = json.find("format"), version = json.find("version");
-    if (format == json.end() || *format != kFormat) refuse("it lacks the format ", kFormat, ", expected a manifest");
-    if (version == json.end() || *version != kVersion) {
-      refuse("its version is ", version == json.end() ? "missing" : shown(*version), ", expected ", kVersion,
-             "; another release of the library wrote it");
-    }
-    check_object(
+    constexpr int kDeepest = 4;
+    const auto json = json_.parse(text, kFormat, kVersion, kDeepest);
+    json_.check_object(
         json, "it",
         {"format", "version", "step", "world_size", "mesh", "torch", "block_bytes", "files", "model", "optimizer"});
     const auto block_bytes = number(json["block_bytes"], "block_bytes");
-    if (block_bytes != kChecksumBlock) refuse("block_bytes is ", block_bytes, ", expected ", kChecksumBlock);
+    if (block_bytes != kChecksumBlock) json_.refuse("block_bytes is ", block_bytes, ", expected ", kChecksumBlock);
     Manifest manifest;
     manifest.step = number(json["step"], "step");
     manifest.world_size = number(json["world_size"], "world_size");
-    if (manifest.world_size == 0) refuse("world_size is 0, expected at least 1");
-    manifest.mesh = string(json["mesh"], "mesh");
-    manifest.torch_version = string(json["torch"], "torch");
+    if (manifest.world_size == 0) json_.refuse("world_size is 0, expected at least 1");
+    manifest.mesh = json_.text(json["mesh"], "mesh");
+    manifest.torch_version = json_.text(json["torch"], "torch");
     manifest.files = files(json["files"]);
     manifest.model = tensors(json["model"], "model");
     manifest.optimizer = tensors(json["optimizer"], "optimizer");
@@ -98,65 +85,19 @@ class ManifestReader {
   }
 
  private:
-  template <class... Parts>
-  [[noreturn]] void refuse(const Parts&... parts) const {
-    raise<ValueError>(where_, path_, " is no manifest of a checkpoint: ", parts...);
-  }
-
-  // The parser would keep the last of repeated keys, stop at a zero byte, and nest without end.
-  Json parse(const std::string& text) const {
-    constexpr int kDeepest = 4;
-    std::vector<std::set<std::string>> keys;
-    const auto check = [&](int depth, Json::parse_event_t event, Json& value) {
-      if (depth > kDeepest) refuse("it is nested more than ", kDeepest, " deep, expected less");
-      if (event == Json::parse_event_t::object_start) keys.emplace_back();
-      if (event == Json::parse_event_t::object_end) keys.pop_back();
-      if (event == Json::parse_event_t::key && !keys.back().insert(value.get<std::string>()).second) {
-        refuse("it has ", shown(value), " twice in an object, expected it once");
-      }
-      return true;
-    };
-    if (const auto zero = text.find('\0'); zero != std::string::npos) refuse("it is no JSON at byte ", zero);
-    try {
-      return Json::parse(text, check);
-    } catch (const Json::parse_error& error) {
-      refuse("it is no JSON at byte ", error.byte);
-    } catch (const Json::out_of_range&) {
-      refuse("it has a number that is too large for any type");
-    }
-  }
-
-  void check_object(const Json& value, const std::string& entry, const std::vector<std::string>& names) const {
-    if (!value.is_object()) refuse(entry, " is ", shown(value), ", expected an object");
-    for (const auto& name : names) {
-      if (!value.contains(name)) refuse(entry, " lacks \"", name, "\"");
-    }
-    for (const auto& item : value.items()) {
-      if (std::find(names.begin(), names.end(), item.key()) == names.end()) {
-        refuse(entry, " has ", shown(item.key()), ", expected nothing but ", c10::Join(", ", names));
-      }
-    }
-  }
-
   int64_t number(const Json& value, const std::string& entry) const {
-    constexpr uint64_t kMost = std::numeric_limits<int64_t>::max();
-    if (!value.is_number_unsigned() || value.get<uint64_t>() > kMost) {
-      refuse(entry, " is ", shown(value), ", expected a whole number from 0 to ", kMost);
-    }
-    return value.get<int64_t>();
-  }
-
-  const std::string& string(const Json& value, const std::string& entry) const {
-    if (!value.is_string()) refuse(entry, " is ", shown(value), ", expected a text");
-    return value.get_ref<const std::string&>();
+    const auto result = json_.integer(value, entry);
+    if (result < 0) json_.refuse(entry, " is ", result, ", expected 0 or more");
+    return result;
   }
 
   // Those that follow each other without anything between them.
   std::vector<uint64_t> checksums(const Json& value, const std::string& entry, uint64_t count) const {
-    const auto& text = string(value, entry);
+    const auto& text = json_.text(value, entry);
     if (text.size() % kHexDigits != 0 || text.size() / kHexDigits != count ||
         text.find_first_not_of("0123456789abcdef") != std::string::npos) {
-      refuse(entry, " is ", shown(value), ", expected ", count, " times ", kHexDigits, " digits of 0 to 9 and a to f");
+      json_.refuse(entry, " is ", shown(value), ", expected ", count, " times ", kHexDigits,
+                   " digits of 0 to 9 and a to f");
     }
     std::vector<uint64_t> sums;
     for (size_t at = 0; at < text.size(); at += kHexDigits) {
@@ -167,24 +108,26 @@ class ManifestReader {
 
   // Nothing that could lead out of the folder, and one text for one file.
   std::string file_path(const Json& value, const std::string& entry) const {
-    const auto& text = string(value, entry);
+    const auto& text = json_.text(value, entry);
     const fs::path path(text);
     const bool safe = text.find('\0') == std::string::npos && path.is_relative() && path.has_filename() &&
                       path.lexically_normal().string() == text && text != "." && *path.begin() != "..";
-    if (!safe || text == kManifestFile) refuse(entry, " is ", shown(value), ", expected the path of a file within");
+    if (!safe || text == kManifestFile)
+      json_.refuse(entry, " is ", shown(value), ", expected the path of a file within");
     return text;
   }
 
   std::vector<FileRecord> files(const Json& value) const {
-    if (!value.is_array()) refuse("files is ", shown(value), ", expected a list");
+    json_.check_list(value, "files");
     std::vector<FileRecord> result;
     std::set<std::string> paths;
     for (size_t i = 0; i < value.size(); ++i) {
       const auto& json = value[i];
       const auto entry = c10::str("files[", i, "]");
-      check_object(json, entry, {"path", "bytes", "xxh3", "blocks"});
+      json_.check_object(json, entry, {"path", "bytes", "xxh3", "blocks"});
       FileRecord file{file_path(json["path"], entry + ".path"), {}};
-      if (!paths.insert(file.path).second) refuse(entry, ".path ", file.path, " is there twice, expected it once");
+      if (!paths.insert(file.path).second)
+        json_.refuse(entry, ".path ", file.path, " is there twice, expected it once");
       auto& written = file.written;
       written.bytes = static_cast<uint64_t>(number(json["bytes"], entry + ".bytes"));
       written.checksum = checksums(json["xxh3"], entry + ".xxh3", 1).front();
@@ -196,26 +139,26 @@ class ManifestReader {
   }
 
   std::map<std::string, TensorFacts> tensors(const Json& value, const std::string& entry) const {
-    if (!value.is_object()) refuse(entry, " is ", shown(value), ", expected an object");
+    json_.check_object(value, entry);
     std::map<std::string, TensorFacts> result;
     for (const auto& item : value.items()) {
       const auto label = c10::str(entry, "[", shown(item.key()), "]");
-      check_object(item.value(), label, {"dtype", "shape"});
-      const auto& name = string(item.value()["dtype"], label + ".dtype");
+      json_.check_object(item.value(), label, {"dtype", "shape"});
+      const auto& name = json_.text(item.value()["dtype"], label + ".dtype");
       const auto dtype = safetensors_dtype(name);
-      if (!dtype) refuse(label, ".dtype is ", shown(name), ", expected a name of safetensors, such as F32");
+      if (!dtype) json_.refuse(label, ".dtype is ", shown(name), ", expected a name of safetensors, such as F32");
       const auto& shape = item.value()["shape"];
-      if (!shape.is_array()) refuse(label, ".shape is ", shown(shape), ", expected a list");
+      json_.check_list(shape, label + ".shape");
       TensorFacts facts{*dtype, {}};
       for (const auto& size : shape) facts.sizes.push_back(number(size, label + ".shape"));
-      if (!tensor_bytes(facts.sizes, *dtype)) refuse(label, ".shape is ", shown(shape), ", expected a tensor of less");
+      if (!tensor_bytes(facts.sizes, *dtype))
+        json_.refuse(label, ".shape is ", shown(shape), ", expected less than 2^63 bytes");
       result.emplace(item.key(), std::move(facts));
     }
     return result;
   }
 
-  const char* where_;
-  const std::string& path_;
+  JsonReader json_;
 };
 
 // ---- files ----
@@ -297,12 +240,14 @@ void verify_files(const char* where, const std::string& folder, const Manifest& 
   std::set<std::string> unlisted;
   for (fs::recursive_directory_iterator entry(folder, error), end; !error && entry != end; entry.increment(error)) {
     const auto path = entry->path().lexically_relative(folder).string();
-    if (!fs::is_directory(entry->symlink_status(error)) && !listed.contains(path)) unlisted.insert(path);
+    if (entry->path().extension() == ".safetensors" && !listed.contains(path)) unlisted.insert(path);
   }
   if (error) raise<ValueError>(where, folder, " cannot be read: ", error.message(), ", expected a checkpoint's folder");
   if (!unlisted.empty()) {
-    raise<ValueError>(where, (fs::path(folder) / *unlisted.begin()).string(), " is not in ", kManifestFile,
-                      ", expected no other files in a checkpoint; remove it");
+    raise<ValueError>(
+        where, (fs::path(folder) / *unlisted.begin()).string(), " is not in ", kManifestFile,
+        ", expected no other .safetensors files in a checkpoint, which other readers would take for parts of "
+        "it; remove it");
   }
 }
 

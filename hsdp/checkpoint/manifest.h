@@ -54,7 +54,8 @@ Manifest read_manifest(const char* where, const std::string& folder);
 void write_manifest(const char* where, const std::string& folder, const Manifest& manifest);
 
 /// Compares sizes, and with `checksums` all bytes, of the files with what the manifest says. Throws ValueError naming
-/// the first file, byte range and values that differ, and files in the folder that the manifest does not list.
+/// the first file, byte range and values that differ, and .safetensors files that
+/// the manifest does not list, since other readers would take them for parts of the checkpoint.
 void verify_files(const char* where, const std::string& folder, const Manifest& manifest, bool checksums);
 
 }  // namespace hsdp

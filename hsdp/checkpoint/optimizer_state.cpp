@@ -1,5 +1,6 @@
 #include "hsdp/checkpoint/optimizer_state.h"
 
+#include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Type.h>
 #include <torch/optim/adagrad.h>
@@ -18,6 +19,8 @@
 #include <typeinfo>
 #include <utility>
 
+#include "dtensor/dtensor.h"
+#include "dtensor/dtensor_impl.h"
 #include "dtensor/error.h"
 #include "hsdp/optimizers.h"
 
@@ -184,6 +187,19 @@ typename Kind::State* state_of(const char* where, Optimizer& optimizer, const Me
                            " in a ", Kind::kName, " optimizer, expected torch::optim::", Kind::kName, "ParamState");
 }
 
+/// State that was made before the parameter had memory is one number everywhere, and gets memory only where a step
+/// meets it: Adagrad's, of a parameter that was never stepped.
+at::Tensor with_memory(const at::Tensor& tensor, const Member& member) {
+  const auto* impl = dtensor::dtensor_impl(tensor);
+  const auto* parameter = dynamic_cast<const dtensor::DTensorImpl*>(member.parameter);
+  if (impl == nullptr || !impl->pending_fill() || parameter == nullptr ||
+      parameter->state() != dtensor::DTensorImpl::State::distributed) {
+    return tensor;
+  }
+  const auto options = parameter->local().options().dtype(tensor.scalar_type()).requires_grad(false);
+  return dtensor::wrap_local(at::full(parameter->local().sizes(), *impl->pending_fill(), options), *parameter);
+}
+
 template <class Kind>
 void capture(const char* where, const Group& group, OptimizerStates& states) {
   ParameterOptimizerState never_stepped{Kind::kName, {}, {}, {}};
@@ -194,7 +210,7 @@ void capture(const char* where, const Group& group, OptimizerStates& states) {
     const auto* state = state_of<Kind>(where, *group.optimizer, member);
     if (state == nullptr) continue;
     Kind::visit_tensors(*state, [&](const char* name, const at::Tensor& tensor, bool) {
-      if (tensor.defined()) entry.tensors.emplace(name, tensor);
+      if (tensor.defined()) entry.tensors.emplace(name, with_memory(tensor, member));
     });
     if (entry.tensors.empty()) continue;
     Kind::visit_counts(*state, [&](const char* name, int64_t count) { entry.counts.emplace(name, count); });
@@ -354,8 +370,8 @@ OptimizerStates optimizer_states(const std::vector<Optimizer*>& optimizers, cons
   return states;
 }
 
-void restore_optimizer_states(const std::vector<Optimizer*>& optimizers, const ParameterNames& names,
-                              const OptimizerStates& states, const RestoreOptions& options) {
+std::function<void()> prepare_optimizer_states(const std::vector<Optimizer*>& optimizers, const ParameterNames& names,
+                                               const OptimizerStates& states, const RestoreOptions& options) {
   Commits commits;
   std::vector<std::string> missing;
   for (const auto& group : groups_of(kRestore, optimizers, names)) {
@@ -363,7 +379,14 @@ void restore_optimizer_states(const std::vector<Optimizer*>& optimizers, const P
                  [&]<class Kind>(const Kind&) { prepare<Kind>(group, states, options, missing, commits); });
   }
   if (!options.allow_missing && !missing.empty()) refuse_missing(missing);
-  for (const auto& commit : commits) commit();
+  return [commits = std::move(commits)] {
+    for (const auto& commit : commits) commit();
+  };
+}
+
+void restore_optimizer_states(const std::vector<Optimizer*>& optimizers, const ParameterNames& names,
+                              const OptimizerStates& states, const RestoreOptions& options) {
+  prepare_optimizer_states(optimizers, names, states, options)();
 }
 
 }  // namespace hsdp

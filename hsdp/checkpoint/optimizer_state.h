@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
+#include <functional>
 #include <map>
 #include <string>
 #include <unordered_map>
@@ -44,9 +45,13 @@ struct RestoreOptions {
   bool allow_missing = false;
 };
 
-/// All or nothing: each parameter's state becomes that of its entry (none where the entry has none), and the tensors
-/// are the entries' own. Throws ValueError for a parameter without entry, an entry of another kind, counts and tensors
-/// of other names than the kind has, and a group whose parameters come with different options.
+/// Each parameter's state becomes that of its entry (none where the entry has none), and the tensors are the entries'
+/// own. `prepare` checks all of it and changes nothing; what it returns does it, without errors, while optimizers and
+/// states live; `restore` is both. Throws ValueError for a parameter without entry, an entry of another kind, counts
+/// and tensors of other names than the kind has, and a group whose parameters come with different options.
+std::function<void()> prepare_optimizer_states(const std::vector<torch::optim::Optimizer*>& optimizers,
+                                               const ParameterNames& names, const OptimizerStates& states,
+                                               const RestoreOptions& options);
 void restore_optimizer_states(const std::vector<torch::optim::Optimizer*>& optimizers, const ParameterNames& names,
                               const OptimizerStates& states, const RestoreOptions& options);
 

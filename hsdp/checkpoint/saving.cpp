@@ -9,11 +9,13 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <exception>
 #include <filesystem>
 #include <functional>
 #include <optional>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -23,10 +25,11 @@
 #include "hsdp/agreement.h"
 #include "hsdp/checkpoint/checkpoint.h"
 #include "hsdp/checkpoint/checkpointed_tensors.h"
-#include "hsdp/checkpoint/file_lock.h"
 #include "hsdp/checkpoint/folder_names.h"
 #include "hsdp/checkpoint/manifest.h"
+#include "hsdp/checkpoint/safetensors.h"
 #include "hsdp/checkpoint/shard_file.h"
+#include "hsdp/checkpoint/target_folder.h"
 #include "hsdp/checkpoint/training_state_json.h"
 #include "hsdp/host.h"
 #include "hsdp/rank_generators.h"
@@ -40,66 +43,13 @@ using dtensor::raise;
 using dtensor::ValueError;
 
 constexpr auto kWhere = "save";
-constexpr auto kLockFile = ".lock";
-// Sizes and checksums that ranks leave for rank 0: files reach it at any number of ranks, and show that it sees theirs.
-constexpr auto kRecordsFolder = ".records";
 
+// Where a rank leaves sizes and checksums for rank 0: files reach it at any number of ranks, and show that it sees
+// theirs.
 std::string record_path(int64_t rank) { return (fs::path(kRecordsFolder) / numbered("rank", rank, ".json")).string(); }
 
-bool is_complete(const fs::path& folder) { return fs::exists(folder / kManifestFile); }
-
-// What stands in the way of `path`, before anything is written.
-void check_target(const std::string& path) {
-  std::error_code error;
-  const auto status = fs::status(path, error);
-  if (!fs::exists(status)) return;
-  if (!fs::is_directory(status)) raise<ValueError>(kWhere, path, " is a file, expected a folder or nothing");
-  if (is_complete(path) || fs::is_empty(path, error)) return;
-  raise<ValueError>(kWhere, path,
-                    " is a folder with other contents, expected a complete checkpoint, which would be "
-                    "replaced, or nothing; choose another path");
-}
-
-std::unique_ptr<FileLock> make_folder(const std::string& path) {
-  std::error_code error;
-  fs::create_directories(path, error);
-  if (error) {
-    raise<ValueError>(kWhere, path, " cannot be made: ", error.message(), ", expected a folder that can be written");
-  }
-  auto lock = std::make_unique<FileLock>(kWhere, (fs::path(path) / kLockFile).string());
-  // Left by a run that was killed.
-  for (const auto& entry : fs::directory_iterator(path)) {
-    if (entry.path().filename() != kLockFile) fs::remove_all(entry.path());
-  }
-  for (const auto* folder : {kOptimizerFolder, kRanksFolder, kRecordsFolder}) {
-    fs::create_directory(fs::path(path) / folder);
-  }
-  return lock;
-}
-
-// Gives the complete folder its name. What was there before is complete until then, and removed after.
-void exchange_folders(const std::string& from, const std::string& path) {
-  const auto parent = fs::path(path).parent_path();
-  const auto fail = [&] { raise<ValueError>(kWhere, path, " cannot be replaced: ", std::strerror(errno)); };
-  if (!fs::exists(path)) {
-    if (std::rename(from.c_str(), path.c_str()) != 0) fail();
-    sync_folder(kWhere, parent.empty() ? "." : parent.string());
-    return;
-  }
-  auto former = from;
-  if (::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, path.c_str(), RENAME_EXCHANGE) != 0) {
-    // A file system that cannot exchange: find_checkpoints knows the other name, too.
-    former = path + kReplacedSuffix;
-    fs::remove_all(former);
-    if (std::rename(path.c_str(), former.c_str()) != 0) fail();
-    if (std::rename(from.c_str(), path.c_str()) != 0) fail();
-  }
-  sync_folder(kWhere, parent.empty() ? "." : parent.string());
-  remove_checkpoint(former);
-}
-
-// Buffers, and parameters that fully_shard ignores, are each rank's own: those that differ from rank 0's, whose values
-// are the checkpoint's.
+// Buffers, and parameters that fully_shard ignores with their optimizer's state, are each rank's own: those that differ
+// from rank 0's, whose values are the checkpoint's.
 std::vector<ShardPiece> own_tensors(const dtensor::DeviceMesh& mesh, at::Device device,
                                     const std::vector<CheckpointedTensor>& tensors) {
   std::vector<const CheckpointedTensor*> whole;
@@ -108,10 +58,12 @@ std::vector<ShardPiece> own_tensors(const dtensor::DeviceMesh& mesh, at::Device 
   }
   if (whole.empty()) return {};
   auto mine = at::empty({static_cast<int64_t>(whole.size())}, at::TensorOptions(kHost).dtype(at::kLong));
-  for (size_t i = 0; i < whole.size(); ++i) {
-    const auto host = whole[i]->local.to(kHost).contiguous();
-    mine.mutable_data_ptr<int64_t>()[i] = static_cast<int64_t>(checksum(host.const_data_ptr(), host.nbytes()));
-  }
+  agree(mesh, device, kWhere, [&] {
+    for (size_t i = 0; i < whole.size(); ++i) {
+      const auto host = whole[i]->local.to(kHost).contiguous();
+      mine.mutable_data_ptr<int64_t>()[i] = static_cast<int64_t>(checksum(host.const_data_ptr(), host.nbytes()));
+    }
+  });
   auto first = mine.to(device, /*non_blocking=*/false, /*copy=*/true);
   dtensor::broadcast(mesh, first, 0, {"broadcast", kWhere});
   first = first.to(kHost);
@@ -131,6 +83,25 @@ void yield_to_others() {
 
 }  // namespace
 
+class StagingMemory {
+ public:
+  // On the host, taken again by the next save.
+  at::Tensor copy(const at::Tensor& tensor) {
+    const auto options = tensor.options().device(kHost);
+    if (used_ == copies_.size()) copies_.emplace_back();
+    auto& slot = copies_[used_++];
+    if (!slot.defined() || slot.scalar_type() != tensor.scalar_type() || !slot.sizes().equals(tensor.sizes())) {
+      slot = at::empty(tensor.sizes(), options);
+    }
+    return slot.copy_(tensor);
+  }
+  void start_again() { used_ = 0; }
+
+ private:
+  std::vector<at::Tensor> copies_;  // a save copies the same tensors in the same order as the one before
+  size_t used_ = 0;
+};
+
 struct PendingSave::Job {
   std::shared_ptr<const dtensor::DeviceMesh> mesh;
   at::Device device = kHost;
@@ -149,23 +120,34 @@ struct PendingSave::Job {
     device = device_of(*state.model);
     state.model->scheduler()->compare_writes(*mesh);
     std::vector<CheckpointedTensor> tensors;
-    agree(*mesh, device, kWhere, [&] {
-      tensors = collect(state);
-      if (mesh->rank() == 0) {
-        check_target(path);
-        lock = make_folder(temporary);
-      }
-    });
+    agree(*mesh, device, kWhere, [&] { tensors = collect(state); });
     own = own_tensors(*mesh, device, tensors);
-    for (const auto& [name, tensor] : capture_generators({device})) {
-      own.push_back({kGeneratorPrefix + name, tensor, std::vector<int64_t>(static_cast<size_t>(tensor.dim()), 0)});
-    }
+    agree(*mesh, device, kWhere, [&] {
+      for (const auto& [name, tensor] : capture_generators({device})) {
+        own.push_back({kGeneratorPrefix + name, tensor, std::vector<int64_t>(static_cast<size_t>(tensor.dim()), 0)});
+      }
+      const auto settled =
+          at::full({1}, state.model->generators_settled() ? 1 : 0, at::TensorOptions(kHost).dtype(at::kByte));
+      own.push_back({kGeneratorsSettled, settled, {0}});
+    });
+  }
+  // When all ranks are here, and none still writes there for a job that was thrown away.
+  void make_folder() {
+    agree(*mesh, device, kWhere, [&] {
+      if (mesh->rank() != 0) return;
+      with_paths(kWhere, [&] {
+        check_target(kWhere, path);
+        lock = make_writing_folder(kWhere, temporary);
+      });
+    });
   }
   ~Job() {
     if (thread.joinable()) thread.join();
   }
 
   std::vector<CheckpointedTensor> collect(const TrainingState& state) {
+    if (state.progress.step < 0)
+      raise<ValueError>(kWhere, "progress.step is ", state.progress.step, ", expected 0 or more");
     check_values(kWhere, *state.model);
     const auto registered = registered_tensors(*state.model);
     const auto scalar_state = scalars_of(state, parameter_names(registered));
@@ -177,18 +159,23 @@ struct PendingSave::Job {
                                           tensor.layout->mesh()->to_string(), ", expected the model's ",
                                           mesh->to_string());
       }
+      if (safetensors_name(tensor.local.scalar_type()) == nullptr) {
+        raise<dtensor::NotSupportedError>(kWhere, "tensor \"", tensor.name, "\" is of dtype ",
+                                          tensor.local.scalar_type(), ", expected one that safetensors files have");
+      }
       facts[tensor.name] = {tensor.local.scalar_type(), tensor.sizes};
       const bool is_mine = tensor.layout ? choice.choose(tensor) == mesh->coordinate() : mesh->rank() == 0;
       if (is_mine && tensor.local.numel() > 0) pieces.push_back({tensor.name, tensor.local, tensor.box.offsets});
     };
-    std::vector<CheckpointedTensor> model_tensors;
+    std::vector<CheckpointedTensor> tensors;
     for (const auto& entry : registered) {
-      model_tensors.push_back(checkpointed(kWhere, entry.names.front(), entry.tensor));
-      add(model_tensors.back(), model, manifest.model);
+      tensors.push_back(checkpointed(kWhere, entry.names.front(), entry.tensor));
+      add(tensors.back(), model, manifest.model);
     }
     for (const auto& [parameter, optimizer_state] : scalar_state.optimizers) {
       for (const auto& [name, tensor] : optimizer_state.tensors) {
-        add(checkpointed(kWhere, optimizer_key(parameter, name), tensor), optimizer, manifest.optimizer);
+        tensors.push_back(checkpointed(kWhere, optimizer_key(parameter, name), tensor));
+        add(tensors.back(), optimizer, manifest.optimizer);
       }
     }
     scalars = to_json(scalar_state);
@@ -196,17 +183,14 @@ struct PendingSave::Job {
     manifest.world_size = mesh->size();
     manifest.mesh = mesh->to_string();
     manifest.torch_version = TORCH_VERSION;
-    return model_tensors;
+    return tensors;
   }
 
   // Training may write the tensors while these are written to files.
-  void copy_to_host() {
+  void copy_to_host(StagingMemory& memory) {
+    memory.start_again();
     for (auto* pieces : {&model, &optimizer, &own}) {
-      for (auto& piece : *pieces) {
-        auto copy = at::empty(piece.values.sizes(), piece.values.options().device(kHost));
-        copy.copy_(piece.values);
-        piece.values = std::move(copy);
-      }
+      for (auto& piece : *pieces) piece.values = memory.copy(piece.values);
     }
   }
 
@@ -237,16 +221,29 @@ struct PendingSave::Job {
     record.complete();
   }
 
-  void start() {
-    thread = std::thread([this] {
-      yield_to_others();
-      try {
-        write();
-      } catch (...) {
-        failure = std::current_exception();
-      }
+  void start(bool in_background) {
+    try {
+      thread = std::thread([this, in_background] {
+        if (in_background) yield_to_others();
+        try {
+          write();
+        } catch (...) {
+          failure = std::current_exception();
+        }
+        written = true;
+      });
+    } catch (const std::system_error&) {
+      // No more threads on this rank: the others learn of it when they have written.
+      failure = std::current_exception();
       written = true;
-    });
+    }
+  }
+
+  // A collective of one all-reduce.
+  bool all_have_written() const {
+    auto writing = at::full({1}, written ? 0 : 1, at::TensorOptions(device).dtype(at::kLong));
+    dtensor::all_reduce(*mesh, writing, dtensor::ReduceOp::max, {"all_reduce", kWhere});
+    return writing.item<int64_t>() == 0;
   }
 
   // Rank 0's, when all have written.
@@ -258,10 +255,11 @@ struct PendingSave::Job {
       for (auto& file : record.files) manifest.files.push_back(std::move(file));
     }
     fs::remove_all(fs::path(temporary) / kRecordsFolder);
-    fs::remove(fs::path(temporary) / kLockFile);
     verify_files(kWhere, temporary, manifest, /*checksums=*/false);
     write_manifest(kWhere, temporary, manifest);
-    exchange_folders(temporary, path);
+    publish_folder(kWhere, temporary, path);
+    std::error_code ignored;
+    fs::remove(fs::path(path) / kLockFile, ignored);
   }
 
   // All ranks have written or failed.
@@ -272,7 +270,7 @@ struct PendingSave::Job {
         if (failure) std::rethrow_exception(failure);
       });
       agree(*mesh, device, kWhere, [&] {
-        if (mesh->rank() == 0) publish();
+        if (mesh->rank() == 0) with_paths(kWhere, [&] { publish(); });
       });
     } catch (const dtensor::CommunicationError&) {
       throw;  // Others may still write there.
@@ -291,36 +289,45 @@ PendingSave& PendingSave::operator=(PendingSave&&) noexcept = default;
 
 bool PendingSave::poll() {
   if (!job_) return true;
-  auto writing = at::full({1}, job_->written ? 0 : 1, at::TensorOptions(job_->device).dtype(at::kLong));
-  dtensor::all_reduce(*job_->mesh, writing, dtensor::ReduceOp::max, {"all_reduce", kWhere});
-  if (writing.item<int64_t>() != 0) return false;
-  wait();
+  if (!job_->all_have_written()) return false;
+  const auto job = std::exchange(job_, nullptr);
+  job->finish();
   return true;
 }
 
+// The ranks ask each other again and again: one may write for longer than any collective may take.
 void PendingSave::wait() {
-  if (!job_) return;
-  const auto job = std::exchange(job_, nullptr);
-  job->finish();
+  constexpr std::chrono::milliseconds kPause(10);
+  while (!poll()) std::this_thread::sleep_for(kPause);
 }
 
-PendingSave save_async(const TrainingState& state, const std::string& path) {
+std::shared_ptr<StagingMemory> make_staging_memory() { return std::make_shared<StagingMemory>(); }
+
+PendingSave save_async(const TrainingState& state, const std::string& path,
+                       const std::shared_ptr<StagingMemory>& memory) {
   auto job = std::make_unique<PendingSave::Job>(state, path);
-  agree(*job->mesh, job->device, kWhere, [&] { job->copy_to_host(); });
-  job->start();
+  agree(*job->mesh, job->device, kWhere, [&] {
+    c10::impl::ExcludeDispatchKeyGuard below(dtensor::kDTensorKey);
+    c10::InferenceMode normal(false);
+    at::NoGradGuard no_grad;
+    StagingMemory own_memory;
+    job->copy_to_host(memory ? *memory : own_memory);
+  });
+  job->make_folder();
+  job->start(/*in_background=*/true);
   PendingSave pending;
   pending.job_ = std::move(job);
   return pending;
 }
 
 void save(const TrainingState& state, const std::string& path) {
-  PendingSave::Job job(state, path);
-  try {
-    job.write();
-  } catch (...) {
-    job.failure = std::current_exception();
-  }
-  job.finish();
+  auto job = std::make_unique<PendingSave::Job>(state, path);
+  job->make_folder();
+  job->start(/*in_background=*/false);
+  if (job->thread.joinable()) job->thread.join();
+  PendingSave pending;
+  pending.job_ = std::move(job);
+  pending.wait();
 }
 
 }  // namespace hsdp

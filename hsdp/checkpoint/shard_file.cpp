@@ -21,7 +21,7 @@ WrittenFile write_shard_file(const char* where, const std::string& path, const s
   FileWriter file(where, path);
   file.write(header.data(), header.size());
   for (const auto& entry : entries) {
-    const auto host = values[entry.name]->to(kHost).contiguous();
+    const auto host = values[entry.name]->to(kHost).resolve_conj().resolve_neg().contiguous();
     if (host.nbytes() > 0) file.write(host.const_data_ptr(), host.nbytes());
   }
   return file.complete();

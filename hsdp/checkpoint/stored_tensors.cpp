@@ -3,7 +3,9 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <filesystem>
+#include <iterator>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -72,6 +74,22 @@ std::vector<std::string> safetensors_files(const std::string& folder) {
   return paths;
 }
 
+// Of `model-00001-of-00003.safetensors` and so on, as a writer that was killed leaves some without an index.
+void check_all_there(const char* where, const std::string& path, const std::vector<std::string>& files) {
+  std::map<int, int> found;  // by the number that there should be
+  for (const auto& file : files) {
+    int number = 0, of = 0, end = 0;
+    const auto name = fs::path(file).filename().string();
+    const bool numbered = std::sscanf(name.c_str(), "model-%d-of-%d.safetensors%n", &number, &of, &end) == 2;
+    if (numbered && end == static_cast<int>(name.size())) ++found[of];
+  }
+  for (const auto& [of, count] : found) {
+    if (count == of) continue;
+    raise<ValueError>(where, path, " has ", count, " files model-...-of-", of, " and no ", kIndexFile,
+                      ", expected all ", of, "; they were not written to the end");
+  }
+}
+
 // A header is believed before any value is read, and has its checksums, too.
 void verify_header(const char* where, const ReadableFile& file, const SafetensorsHeader& header,
                    const std::vector<uint64_t>& block_checksums) {
@@ -80,7 +98,13 @@ void verify_header(const char* where, const ReadableFile& file, const Safetensor
   for (uint64_t block = 0; block * kChecksumBlock < end; ++block) {
     bytes.resize(std::min<uint64_t>(kChecksumBlock, file.size() - block * kChecksumBlock));
     file.read(block * kChecksumBlock, bytes.data(), bytes.size());
-    verify_block(where, file.path(), block_checksums, block, bytes.data(), bytes.size(), "below its header");
+    std::string subject = "with its header";
+    const auto values_begin = [&](const auto& entry) { return entry.begin < block * kChecksumBlock + bytes.size(); };
+    const auto first = header.entries.begin(), last = std::partition_point(first, header.entries.end(), values_begin);
+    if (first != last) {
+      subject += " and values of tensors \"" + first->name + "\" to \"" + std::prev(last)->name + "\"";
+    }
+    verify_block(where, file.path(), block_checksums, block, bytes.data(), bytes.size(), subject);
   }
 }
 
@@ -237,11 +261,16 @@ StoredTensors StoredTensors::of_hugging_face(const char* where, const std::strin
       add((fs::path(path) / file).string(), &names);
     }
   } else {
+    // A run that was killed may have left all shards, and not yet known it.
+    if (fs::is_directory(fs::path(path) / kOptimizerFolder) && fs::is_directory(fs::path(path) / kRanksFolder)) {
+      read_manifest(where, path);
+    }
     const auto files = safetensors_files(path);
     if (files.empty()) {
       raise<ValueError>(where, path, " has no ", kSuffix,
                         " files, expected those of a model, or a complete checkpoint");
     }
+    check_all_there(where, path, files);
     for (const auto& file : files) add(file, nullptr);
   }
   result.check_cover(where);

@@ -284,6 +284,8 @@ TEST(Paths, WithSomethingElse) {
         expect_contents(context, folder, before);
       }
     }
+    // Notes are in no reader's way.
+    expect_loads(context, folder + "/with_notes", training);
   });
 }
 

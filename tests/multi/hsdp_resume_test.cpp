@@ -442,6 +442,7 @@ TEST_F(HsdpResume, OtherDataAreRefused) {
 
 TEST_F(HsdpResume, WhatCannotBeLoadedIsToldOnceAndChangesNothing) {
   train(1, into("run"));
+  for (const char* name : {"cut", "renamed"}) fs::create_directory(folder_ / name);
   fs::copy(folder_ / "run/kept/step-6", folder_ / "cut/step-6", fs::copy_options::recursive);
   fs::remove(folder_ / "cut/step-6/manifest.json");
   fs::copy(folder_ / "run/kept/step-6", folder_ / "renamed/step-9", fs::copy_options::recursive);

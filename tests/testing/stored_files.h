@@ -6,7 +6,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -38,7 +37,8 @@ inline FilePart whole_part(const std::string& name, c10::ScalarType dtype, const
 }
 
 /// In row-major order, with the index in the whole tensor.
-inline void for_each_element(const dtensor::Box& box, const std::function<void(const std::vector<int64_t>&)>& visit) {
+template <class Visit>
+void for_each_element(const dtensor::Box& box, const Visit& visit) {
   for (const auto size : box.sizes) {
     if (size == 0) return;
   }
@@ -63,10 +63,13 @@ inline uint64_t element_at(const std::vector<int64_t>& index) {
 }
 
 inline std::string bytes_of_box(c10::ScalarType dtype, const dtensor::Box& box) {
-  std::string bytes;
+  const auto size = c10::elementSize(dtype);
+  std::string bytes(static_cast<size_t>(c10::multiply_integers(box.sizes)) * size, '\0');
+  auto* at = bytes.data();
   for_each_element(box, [&](const std::vector<int64_t>& index) {
     const auto value = element_at(index);
-    bytes.append(reinterpret_cast<const char*>(&value), c10::elementSize(dtype));
+    std::memcpy(at, &value, size);
+    at += size;
   });
   return bytes;
 }

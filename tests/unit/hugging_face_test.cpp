@@ -332,9 +332,9 @@ TEST_F(Consolidate, RefusesAFolderThatHasAModel) {
 }
 
 TEST_F(Consolidate, LeavesNothingOfADamagedCheckpoint) {
-  checkpoint.add({whole_part("a", kFloat, {300'000}), whole_part("b", kFloat, {300'000})});
-  checkpoint.fact("a", kFloat, {300'000});
-  checkpoint.fact("b", kFloat, {300'000});
+  checkpoint.add({whole_part("a", kFloat, {200'000}), whole_part("b", kFloat, {400'000})});
+  checkpoint.fact("a", kFloat, {200'000});
+  checkpoint.fact("b", kFloat, {400'000});
   write_manifest();
   const auto path = from / checkpoint.manifest.files.front().path;
   flip_byte(path, 2'000'000);

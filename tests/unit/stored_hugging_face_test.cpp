@@ -194,7 +194,9 @@ TEST_F(StoredHuggingFace, IsOneModel) {
   constexpr auto kFar = int64_t{1} << 62;
   mixed({"w", kFloat, {{kFar, kFar}, {1, 1}}},
         "tensor \"w\" of sizes [4611686018427387905, 4611686018427387905]: the ");
-  mixed({"w", kFloat, {{kFar, 0}, {1, 2}}}, "hold 8 elements, expected 9223372036854775807; a file is missing");
+  mixed({"w", kFloat, {{kFar, 0}, {1, 2}}},
+        "tensor \"w\" of sizes [4611686018427387905, 2]: the 2 parts in the files (" + (folder / "a.safetensors") +
+            ", ...) hold 8 elements, expected 9223372036854775807; a file is missing");
 }
 
 }  // namespace

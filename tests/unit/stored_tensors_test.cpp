@@ -243,7 +243,7 @@ TEST_F(LargeTensor, IsReadBlockByBlockEachOnceWhereThereAreChecksums) {
   }
 }
 
-TEST_F(LargeTensor, RereadsNoBlockThatItHasJustRead) {
+TEST_F(LargeTensor, IsReadOnceRowByRow) {
   const auto stored = verified();
   const auto whole = whole_box({kRows, kColumns});
   StoredReader reader(kWhere, stored);
@@ -326,8 +326,10 @@ TEST_F(LargeTensor, ThatWasTruncatedIsRefusedWhereItEnds) {
 TEST_F(LargeTensor, WithADamagedHeaderIsRefusedAtOnce) {
   // A blank between header and values: any reader would go on.
   flip_byte(paths[2], begins[2] + 100);
-  expect_error<ValueError>([&] { verified(); },
-                           "[test] " + paths[2] + ": bytes 0 to 1048576, below its header, have checksum ");
+  expect_error<ValueError>(
+      [&] { verified(); },
+      "[test] " + paths[2] +
+          ": bytes 0 to 1048576, with its header and values of tensors \"w\" to \"w\", have checksum ");
 }
 
 TEST(StoredReaderTest, KeepsFewOfManyFilesOpen) {
