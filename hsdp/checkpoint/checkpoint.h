@@ -69,7 +69,8 @@ struct LoadOptions {
   /// Refuses what only one side has. Without it, what the checkpoint lacks keeps its values, what the program lacks is
   /// passed over, and the report lists both.
   bool strict = true;
-  /// Whether values of other dtypes are converted. Complex ones never become real.
+  /// Whether values of other dtypes are converted, and optimizer state of a parameter's dtype with it. Complex ones
+  /// never become real.
   bool convert_dtypes = false;
   /// Whether optimizers take over the checkpoint's options, learning rates among them.
   bool optimizer_options = true;

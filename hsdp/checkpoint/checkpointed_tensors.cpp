@@ -40,32 +40,40 @@ ParameterNames parameter_names(const std::vector<RegisteredTensor>& registered) 
 
 ReplicaChoice::ReplicaChoice(const dtensor::DeviceMesh& mesh) : mesh_(mesh), bytes_(static_cast<size_t>(mesh.size())) {}
 
-// The load of a replica is that of its ranks at position 0 of the other axes: what lies there is the largest box.
 std::vector<int64_t> ReplicaChoice::choose(const CheckpointedTensor& tensor) {
   const auto ndim = static_cast<size_t>(mesh_.ndim());
   const auto replicated = [&](size_t axis) {
     return tensor.layout == nullptr || tensor.layout->placements()[axis].is_replicate();
   };
-  bool several = false;
-  for (size_t axis = 0; axis < ndim; ++axis) several |= replicated(axis);
-  if (!several) return mesh_.coordinate();
+  int64_t replicas = 1;
+  for (size_t axis = 0; axis < ndim; ++axis) replicas *= replicated(axis) ? mesh_.size(static_cast<int64_t>(axis)) : 1;
+  if (replicas == 1) return mesh_.coordinate();
+  const auto replica_of = [&](int64_t rank) {
+    const auto coordinate = mesh_.coordinate_of(rank);
+    int64_t replica = 0;
+    for (size_t axis = 0; axis < ndim; ++axis) {
+      if (replicated(axis)) replica = replica * mesh_.size(static_cast<int64_t>(axis)) + coordinate[axis];
+    }
+    return static_cast<size_t>(replica);
+  };
+  // A replica has as much to do as the busiest of its ranks.
+  std::vector<int64_t> loads(static_cast<size_t>(replicas), 0);
+  for (int64_t rank = 0; rank < mesh_.size(); ++rank) {
+    auto& load = loads[replica_of(rank)];
+    load = std::max(load, bytes_[static_cast<size_t>(rank)]);
+  }
+  const auto best = static_cast<size_t>(std::min_element(loads.begin(), loads.end()) - loads.begin());
   const auto elements = tensor.layout ? c10::multiply_integers(tensor.layout->padded_local_sizes())
                                       : c10::multiply_integers(tensor.sizes);
-  const auto bytes = elements * static_cast<int64_t>(tensor.local.element_size());
-  int64_t best = -1;
+  auto chosen = mesh_.coordinate();
   for (int64_t rank = 0; rank < mesh_.size(); ++rank) {
-    const auto coordinate = mesh_.coordinate_of(rank);
-    bool candidate = true;
-    for (size_t axis = 0; axis < ndim; ++axis) candidate &= replicated(axis) || coordinate[axis] == 0;
-    if (!candidate) continue;
-    if (best < 0 || bytes_[static_cast<size_t>(rank)] < bytes_[static_cast<size_t>(best)]) best = rank;
+    if (replica_of(rank) != best) continue;
+    bytes_[static_cast<size_t>(rank)] += elements * static_cast<int64_t>(tensor.local.element_size());
+    for (size_t axis = 0; axis < ndim; ++axis) {
+      if (replicated(axis)) chosen[axis] = mesh_.coordinate_of(rank)[axis];
+    }
   }
-  auto coordinate = mesh_.coordinate_of(best);
-  bytes_[static_cast<size_t>(best)] += bytes;
-  for (size_t axis = 0; axis < ndim; ++axis) {
-    if (!replicated(axis)) coordinate[axis] = mesh_.coordinate()[axis];
-  }
-  return coordinate;
+  return chosen;
 }
 
 }  // namespace hsdp

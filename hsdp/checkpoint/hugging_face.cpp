@@ -52,6 +52,9 @@ std::string file_name(size_t file, size_t files) {
 }  // namespace
 
 c10::ScalarType exported_dtype(c10::ScalarType dtype, const HuggingFaceOptions& options) {
+  if (options.dtype && !c10::isFloatingType(*options.dtype)) {
+    raise<ValueError>("HuggingFaceOptions", "dtype ", *options.dtype, ", expected one of floating-point numbers");
+  }
   return c10::isFloatingType(dtype) ? options.dtype.value_or(dtype) : dtype;
 }
 

@@ -55,7 +55,8 @@ class HuggingFaceWriter {
   std::unique_ptr<State> state_;
 };
 
-/// The dtype in the file of a tensor that has `dtype`.
+/// The dtype in the file of a tensor that has `dtype`. Throws ValueError for options whose dtype is no floating-point
+/// one.
 c10::ScalarType exported_dtype(c10::ScalarType dtype, const HuggingFaceOptions& options);
 
 /// Makes such a folder of the model in a checkpoint (`step-N`), or of another Hugging Face folder, one tensor in memory

@@ -108,13 +108,13 @@ class OptimizerLoading {
       for (const auto& group : optimizer->param_groups()) {
         for (const auto& parameter : group.params()) {
           const auto name = names.find(parameter.unsafeGetTensorImpl());
-          if (name == names.end()) continue;  // prepare_optimizer_states refuses it
+          // prepare_optimizer_states refuses one without a name. Tied ones may be there twice.
+          if (name == names.end() || !wanted.insert(name->second).second) continue;
           const auto entry = checkpoint.scalars.optimizers.find(name->second);
           if (entry == checkpoint.scalars.optimizers.end()) {
             missing.push_back(optimizer_key(name->second, "*"));
             continue;
           }
-          wanted.insert(name->second);
           states_[name->second] = entry->second;
           for (auto& [key, tensor] : entry->second.tensors) {
             const auto* stored = checkpoint.optimizer.find(optimizer_key(name->second, key));
@@ -123,7 +123,10 @@ class OptimizerLoading {
                                 "\", which its ", kTrainingStateFile, " lists; the folder is damaged");
             }
             check_fits(*stored, parameter);
-            parts_.push_back({name->second, key, parameter, stored});
+            // State that was kept in the parameter's dtype follows it.
+            const auto* values = checkpoint.model.find(name->second);
+            const bool follows = options.convert_dtypes && values != nullptr && values->dtype == stored->dtype;
+            parts_.push_back({name->second, key, parameter, stored, follows ? parameter.scalar_type() : stored->dtype});
           }
         }
       }
@@ -140,7 +143,7 @@ class OptimizerLoading {
       auto* impl = dtensor::distributed_impl(part.parameter);
       const auto device = impl != nullptr ? impl->local().device() : part.parameter.device();
       const auto& sizes = impl != nullptr ? impl->layout()->local().sizes : part.stored->sizes;
-      auto local = at::empty(sizes, at::TensorOptions(device).dtype(part.stored->dtype));
+      auto local = at::empty(sizes, at::TensorOptions(device).dtype(part.dtype));
       const auto tensor = impl != nullptr ? dtensor::wrap_local(local, *impl) : local;
       auto target = checkpointed(kWhere, part.stored->name, tensor);
       target.local = local;
@@ -164,6 +167,7 @@ class OptimizerLoading {
     std::string name, key;
     at::Tensor parameter;
     const StoredTensor* stored;
+    at::ScalarType dtype;
   };
 
   // All tensors of all kinds have the shape of their parameter; their dtype may be one of higher precision.
@@ -287,6 +291,8 @@ LoadReport load(TrainingState& state, const std::string& path, const LoadOptions
   at::NoGradGuard no_grad;
   TensorLoading model_values(kWhere, checkpoint.model, mesh);
   TensorLoading optimizer_values(kWhere, checkpoint.optimizer, mesh);
+  // Of a model on meta, what the checkpoint lacks begins as it was constructed.
+  if (!report.missing.empty() && model->on_meta()) state.model->materialize(device);
   agree(mesh, device, kWhere, [&] {
     model->allocate(device, model_values);
     if (optimizer) optimizer->allocate(optimizer_values);

@@ -11,7 +11,7 @@
 namespace hsdp {
 namespace {
 
-bool on_meta(const RegisteredTensor& target) {
+bool lacks_memory(const RegisteredTensor& target) {
   return target.parameter != nullptr ? !target.parameter->is_materialized()
                                      : dtensor::dtensor_impl(target.tensor) != nullptr;
 }
@@ -37,8 +37,12 @@ ModelLoading::ModelLoading(const char* where, const std::string& what, ShardedMo
   for (auto& name : match.unexpected) report.unexpected.push_back(std::move(name));
 }
 
+bool ModelLoading::on_meta() const {
+  return std::any_of(items_.begin(), items_.end(), [](auto& item) { return lacks_memory(*item.target); });
+}
+
 void ModelLoading::allocate(at::Device device, TensorLoading& loading) {
-  const bool fresh = std::any_of(items_.begin(), items_.end(), [](auto& item) { return on_meta(*item.target); });
+  const bool fresh = on_meta();
   if (fresh) module_.to_empty(device);
   for (auto& item : items_) {
     auto target = checkpointed(where_, item.stored.front()->name, item.target->tensor);

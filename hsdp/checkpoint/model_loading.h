@@ -24,6 +24,8 @@ class ModelLoading {
                const std::vector<RegisteredTensor>& registered, const StoredTensors& stored, const Options& options,
                LoadReport& report);
 
+  /// Whether some of what is to be filled has no memory yet.
+  bool on_meta() const;
   /// Gives a module on meta memory; adds what is to be read. Local.
   void allocate(at::Device device, TensorLoading& loading);
   /// The values become the module's. `own` are this rank's values of tensors that are not sharded, by name, instead of

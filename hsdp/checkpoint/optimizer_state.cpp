@@ -142,11 +142,14 @@ struct Group {
   std::vector<Member> members;
 };
 
-/// All groups of the optimizers. Throws where a parameter has no name, or is there twice.
+/// All groups of the optimizers. Throws where a parameter has no name, or is in two groups.
 std::vector<Group> groups_of(const char* where, const std::vector<Optimizer*>& optimizers,
                              const ParameterNames& names) {
+  struct Place {
+    size_t optimizer, group;
+  };
   std::vector<Group> groups;
-  std::map<std::string, size_t> optimizer_of;
+  std::map<std::string, Place> places;
   for (size_t i = 0; i < optimizers.size(); ++i) {
     if (optimizers[i] == nullptr) raise<ValueError>(where, "optimizer ", i, " is null, expected an optimizer");
     for (auto& group : optimizers[i]->param_groups()) {
@@ -157,10 +160,13 @@ std::vector<Group> groups_of(const char* where, const std::vector<Optimizer*>& o
           raise<ValueError>(where, "optimizer ", i, " trains a parameter of sizes ", parameter.sizes(),
                             " that is not one of the model's, expected parameters of the model alone");
         }
-        const auto [first, fresh] = optimizer_of.emplace(known->second, i);
+        const auto [first, fresh] = places.try_emplace(known->second, Place{i, groups.size()});
+        // Module::parameters() has tied ones once for each name.
+        if (!fresh && first->second.group == groups.size()) continue;
         if (!fresh) {
-          raise<ValueError>(where, "parameter \"", known->second, "\" is trained twice, by optimizer ", first->second,
-                            " and by optimizer ", i, ", expected one place for each parameter");
+          raise<ValueError>(where, "parameter \"", known->second, "\" is trained twice, by optimizer ",
+                            first->second.optimizer, " and by optimizer ", i,
+                            ", expected one place for each parameter");
         }
         groups.back().members.push_back({parameter.unsafeGetTensorImpl(), known->second});
       }

@@ -35,7 +35,7 @@ using ParameterNames = std::unordered_map<const c10::TensorImpl*, std::string>;
 /// State and options of all parameters of the optimizers; tensors are shared with them. Supported: torch::optim::Adam,
 /// AdamW, SGD, RMSprop, Adagrad, FusedAdamW, FusedSGD and classes derived from these. Throws NotSupportedError for
 /// other optimizers (LBFGS keeps vectors over all parameters), ValueError for a parameter without a name or in two
-/// optimizers.
+/// groups.
 OptimizerStates optimizer_states(const std::vector<torch::optim::Optimizer*>& optimizers, const ParameterNames& names);
 
 struct RestoreOptions {

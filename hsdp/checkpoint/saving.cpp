@@ -297,7 +297,7 @@ bool PendingSave::poll() {
 
 // The ranks ask each other again and again: one may write for longer than any collective may take.
 void PendingSave::wait() {
-  constexpr std::chrono::milliseconds kPause(10);
+  constexpr std::chrono::milliseconds kPause(5);
   while (!poll()) std::this_thread::sleep_for(kPause);
 }
 
@@ -324,7 +324,6 @@ void save(const TrainingState& state, const std::string& path) {
   auto job = std::make_unique<PendingSave::Job>(state, path);
   job->make_folder();
   job->start(/*in_background=*/false);
-  if (job->thread.joinable()) job->thread.join();
   PendingSave pending;
   pending.job_ = std::move(job);
   pending.wait();

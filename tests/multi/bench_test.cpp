@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -106,7 +107,9 @@ Json checkpoint_line(const std::vector<std::string>& program, const std::vector<
   auto command = program;
   command.insert(command.end(), arguments.begin(), arguments.end());
   command.insert(command.end(), {"--folder", folder.path()});
-  const auto line = line_of(run_process({.command = command, .environment = {{"PYTHONDONTWRITEBYTECODE", "1"}}}));
+  const auto result = run_process(
+      {.command = command, .environment = {{"PYTHONDONTWRITEBYTECODE", "1"}}, .timeout = std::chrono::minutes(3)});
+  const auto line = line_of(result);
   EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
   return line;
 }
@@ -169,7 +172,9 @@ TEST(Bench, ThePeerHasTheSameModel) {
   for (const char* mode : {"fsdp2", "ddp", "alone"}) {
     std::vector<std::string> command{HSDP_TORCH_PYTHON, HSDP_SOURCE_DIR "/tools/bench/peer.py", mode, "--ranks", "2"};
     command.insert(command.end(), kTiny.begin(), kTiny.end());
-    const auto line = line_of(run_process({.command = command, .environment = {{"PYTHONDONTWRITEBYTECODE", "1"}}}));
+    const auto result = run_process(
+        {.command = command, .environment = {{"PYTHONDONTWRITEBYTECODE", "1"}}, .timeout = std::chrono::minutes(3)});
+    const auto line = line_of(result);
     EXPECT_EQ(line.at("mode"), mode);
     EXPECT_EQ(line.at("parameters"), kParameters) << mode;
     for (const char* key : {"step_ms", "processor_ms", "tokens_per_second", "peak_rss_mib", "start_rss_mib"}) {

@@ -245,7 +245,6 @@ TEST_F(CheckpointGenerators, GoOnWhereTheyWereOnEachRank) {
 TEST_F(CheckpointGenerators, PartAtAnotherNumberOfRanks) {
   save_on(2);
   for (const int ranks : {1, 3}) {
-    std::vector<torch::Tensor> first;
     run_ranks(ranks, [&](RankContext& context) {
       CheckpointRun run(context);
       torch::Tensor masks;
@@ -257,12 +256,14 @@ TEST_F(CheckpointGenerators, PartAtAnotherNumberOfRanks) {
         }
         masks = drawn;
       }
-      // Rank 0 goes on, and what all ranks draw alike does, too.
+      // Rank 0 goes on. What all ranks draw alike does, too; a rank alone has one generator for all.
       auto expected = read_values(values_path(folder, 0));
       if (context.rank() == 0) {
         EXPECT_TRUE(torch::equal(masks, expected["masks"]));
       }
-      EXPECT_TRUE(torch::equal(draw_common(run), expected["common"]));
+      if (ranks > 1) {
+        EXPECT_TRUE(torch::equal(draw_common(run), expected["common"]));
+      }
       const auto all = of_all_ranks(context, masks);
       for (int64_t a = 0; a < ranks; ++a) {
         for (int64_t b = 0; b < a; ++b) EXPECT_FALSE(torch::equal(all[a], all[b])) << a << " " << b;

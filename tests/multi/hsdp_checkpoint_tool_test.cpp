@@ -146,7 +146,9 @@ TEST_F(HsdpCheckpoint, VerifyFindsADamagedByteInEveryFile) {
       flip_byte(entry.path(), position);
       EXPECT_THAT(verdict(), StartsWith("[verify] ")) << position;
       // What the manifest then says may not fit another file.
-      if (name != "manifest.json") EXPECT_THAT(verdict(), HasSubstr(name)) << position;
+      if (name != "manifest.json") {
+        EXPECT_THAT(verdict(), HasSubstr(name)) << position;
+      }
       write_text(entry.path(), bytes);
     }
     if (name != "manifest.json") {

@@ -202,6 +202,8 @@ TEST_P(ModelFiles, AreNotMixedWithOthers) {
                              "[export_hf] ", "cannot be made: ");
     expect_error<ValueError>([&] { hsdp::export_hf(run.model, folder / "other", {.max_file_bytes = 0}); },
                              "[export_hf] max_file_bytes 0, expected a positive number");
+    expect_error<ValueError>([&] { hsdp::export_hf(run.model, folder / "other", {.dtype = torch::kInt}); },
+                             "[HuggingFaceOptions] dtype Int, expected one of floating-point numbers");
     EXPECT_EQ(read_bytes(folder / "model/model.safetensors"), former);
     EXPECT_EQ(folder.names(), std::set<std::string>{"model"});
     run.train(1);
@@ -274,13 +276,16 @@ TEST(ModelFilesMemory, IsThatOfTheShards) {
     EXPECT_LE(peak_of([&] { hsdp::load(model, folder.path()); }), shards + kSlack);
     // Over values that must stay until all others are there.
     EXPECT_LE(peak_of([&] { hsdp::load(model, folder.path()); }), shards + kSlack);
-    // One whole tensor at a time, as it was gathered and as it is in the file.
-    EXPECT_LE(peak_of([&] { hsdp::export_hf(model, folder / "same"); }), 2 * kLayer + kSlack);
+    // One whole tensor at a time: what ranks send, what was gathered of it, and as it is in the file.
+    EXPECT_LE(peak_of([&] { hsdp::export_hf(model, folder / "same"); }), 3 * kLayer + kSlack);
     EXPECT_LE(peak_of([&] { hsdp::export_hf(model, folder / "half", {.dtype = torch::kBFloat16}); }),
-              5 * kLayer / 2 + kSlack);
+              3 * kLayer + kSlack);
   });
-  const auto expected = values_in(folder / "model.safetensors");
-  expect_same_values(values_in(folder / "same"), expected);
+  // Not all of them are numbers.
+  auto values = values_in(folder / "same");
+  for (const auto& [name, expected] : values_in(folder / "model.safetensors")) {
+    EXPECT_TRUE(torch::equal(values[name].view(torch::kInt), expected.view(torch::kInt))) << name;
+  }
 }
 
 }  // namespace

@@ -308,6 +308,13 @@ TEST_F(Consolidate, ConvertsFloatingPointTensorsAlone) {
   expect_equal(values_in(to / "double")["a"], torch::tensor({1.0, -3.0}, torch::kDouble));
 }
 
+TEST_F(Consolidate, ConvertsToFloatingPointAlone) {
+  write_shards();
+  expect_error<ValueError>([&] { hsdp::consolidate(from.path(), to / "model", {.dtype = torch::kLong}); },
+                           "[HuggingFaceOptions] dtype Long, expected one of floating-point numbers");
+  EXPECT_EQ(to.names(), Names());
+}
+
 TEST_F(Consolidate, CountsBytesAfterTheConversion) {
   write_bytes(from / "model.safetensors",
               safetensors_bytes({whole_part("a", kFloat, {100}), whole_part("b", kFloat, {100})}, false));

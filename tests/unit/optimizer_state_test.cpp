@@ -429,6 +429,20 @@ TEST(OptimizerState, ParametersThatAreTrainedTwiceAreRefused) {
   expect_refused<dtensor::ValueError>({&twice}, net.names(), {"\"bias\"", "optimizer 0 and by optimizer 0"});
 }
 
+// Module::parameters() lists a tied parameter once for each of its names.
+TEST(OptimizerState, AParameterMayBeTwiceInAGroup) {
+  Net net, other;
+  torch::optim::Adam adam({net.group({"weight", "bias", "weight"})}, torch::optim::AdamOptions(0.1));
+  net.set_gradients(0);
+  adam.step();
+  const auto states = hsdp::optimizer_states({&adam}, net.names());
+  EXPECT_EQ(states.size(), 2u);
+  EXPECT_EQ(states.at("weight").counts.at("step"), 2);
+  torch::optim::Adam fresh({other.group({"weight", "weight", "bias"})}, torch::optim::AdamOptions(0.5));
+  hsdp::restore_optimizer_states({&fresh}, other.names(), copied(states), {});
+  expect_equal(hsdp::optimizer_states({&fresh}, other.names()), states);
+}
+
 TEST(OptimizerState, OptionsOfAnotherOptimizerAreRefused) {
   Net net;
   torch::optim::Adam optimizer(net.two_groups(), torch::optim::AdamOptions(0.1));

@@ -118,6 +118,27 @@ TEST_F(StoredHuggingFace, MayBeSharded) {
   expect_all(stored);
 }
 
+// A writer that was killed leaves some files and no index.
+TEST_F(StoredHuggingFace, HasAllFilesThatTheirNamesCount) {
+  write_two_files();
+  std::filesystem::remove(folder / kIndex);
+  EXPECT_EQ(names_of(StoredTensors::of_hugging_face(kWhere, folder.path())), "a,b,c");
+  std::filesystem::remove(folder / "model-00002-of-00002.safetensors");
+  expect_refused(folder.path(), folder.path() + " has 1 files model-...-of-2 and no " + kIndex +
+                                    ", expected all 2; they were not written to the end");
+  // Other names count nothing.
+  std::filesystem::rename(folder / "model-00001-of-00002.safetensors", folder / "model-00001-of-00002-x.safetensors");
+  EXPECT_EQ(names_of(StoredTensors::of_hugging_face(kWhere, folder.path())), "a,b");
+}
+
+TEST_F(StoredHuggingFace, IsNoCheckpointThatIsNotComplete) {
+  write_parts(folder / "shard-00001-model-00001-of-00001.safetensors", {whole_part("a", kFloat, {2})}, true);
+  std::filesystem::create_directory(folder / "optimizer");
+  EXPECT_EQ(names_of(StoredTensors::of_hugging_face(kWhere, folder.path())), "a");
+  std::filesystem::create_directory(folder / "ranks");
+  expect_refused(folder.path(), folder.path() + " has no manifest.json, expected a complete checkpoint");
+}
+
 TEST_F(StoredHuggingFace, NeedsWhatTheIndexNames) {
   write_two_files();
   std::filesystem::remove(folder / "model-00002-of-00002.safetensors");

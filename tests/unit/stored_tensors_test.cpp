@@ -436,8 +436,9 @@ TEST(StoredTensorsTest, OfOneFileAreWhole) {
   StoredReader reader(kWhere, stored);
   expect_box(reader, *stored.find("w"), whole_box({4, 2}));
   flip_byte(file.path, written.bytes - 1);
-  expect_error<ValueError>([&] { StoredTensors::of_file(kWhere, file); },
-                           "[test] " + file.path + ": bytes 0 to " + std::to_string(written.bytes) + ", below its ");
+  expect_error<ValueError>(
+      [&] { StoredTensors::of_file(kWhere, file); },
+      "[test] " + file.path + ": bytes 0 to " + std::to_string(written.bytes) + ", with its header");
   std::filesystem::resize_file(file.path, 20);
   expect_error<ValueError>([&] { StoredTensors::of_file(kWhere, file); },
                            "[test] " + file.path + " has 20 bytes, expected " + std::to_string(written.bytes));
