@@ -49,8 +49,13 @@ void export_hf(const std::shared_ptr<ShardedModule>& sharded, const std::string&
     }
   }
   agree(mesh, device, kWhere, [&] {
-    if (failure) std::rethrow_exception(failure);
-    if (writer) writer->complete();
+    try {
+      if (failure) std::rethrow_exception(failure);
+      if (writer) writer->complete();
+    } catch (...) {
+      writer.reset();  // Its files are gone before the others go on.
+      throw;
+    }
   });
 }
 

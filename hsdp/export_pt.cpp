@@ -166,8 +166,13 @@ void export_pt(const std::shared_ptr<ShardedModule>& sharded, const std::string&
     }
   }
   agree(mesh, device, kWhere, [&] {
-    if (failure) std::rethrow_exception(failure);
-    if (out) out->complete();
+    try {
+      if (failure) std::rethrow_exception(failure);
+      if (out) out->complete();
+    } catch (...) {
+      out.reset();  // Its temporary file is gone before the others go on.
+      throw;
+    }
   });
 }
 

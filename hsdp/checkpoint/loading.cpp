@@ -39,6 +39,7 @@ constexpr size_t kMostScalarBytes = 1'000'000'000;
 
 // What rank 0 found in the folder.
 struct OpenCheckpoint {
+  std::string path;
   int64_t world_size = 1;
   StoredTensors model, optimizer;
   std::vector<StoredFile> rank_files;  // those that are there, in the order of the ranks
@@ -122,7 +123,7 @@ class OptimizerLoading {
               raise<ValueError>(kWhere, "the checkpoint has no tensor \"", optimizer_key(name->second, key),
                                 "\", which its ", kTrainingStateFile, " lists; the folder is damaged");
             }
-            check_fits(*stored, parameter);
+            check_fits(checkpoint.path, *stored, parameter);
             // State that was kept in the parameter's dtype follows it.
             const auto* values = checkpoint.model.find(name->second);
             const bool follows = options.convert_dtypes && values != nullptr && values->dtype == stored->dtype;
@@ -134,7 +135,7 @@ class OptimizerLoading {
     for (const auto& [name, entry] : checkpoint.scalars.optimizers) {
       if (!wanted.contains(name)) unexpected.push_back(optimizer_key(name, "*"));
     }
-    refuse_unless_listed(kWhere, "the checkpoint's optimizer state", missing, unexpected, options.strict, report);
+    refuse_unless_listed(kWhere, checkpoint.path + "'s optimizer state", missing, unexpected, options.strict, report);
   }
 
   // Once the parameters have memory.
@@ -171,10 +172,10 @@ class OptimizerLoading {
   };
 
   // All tensors of all kinds have the shape of their parameter; their dtype may be one of higher precision.
-  static void check_fits(const StoredTensor& stored, const at::Tensor& parameter) {
+  static void check_fits(const std::string& path, const StoredTensor& stored, const at::Tensor& parameter) {
     const auto refuse = [&](const char* what, const auto& found, const auto& expected) {
-      raise<ValueError>(kWhere, "the checkpoint's optimizer state does not fit: \"", stored.name, "\" of ", what, " ",
-                        found, ", expected ", expected, " as its parameter");
+      raise<ValueError>(kWhere, path, "'s optimizer state does not fit: \"", stored.name, "\" of ", what, " ", found,
+                        ", expected ", expected, " as its parameter");
     };
     if (!parameter.sizes().equals(stored.sizes)) refuse("shape", c10::IntArrayRef(stored.sizes), parameter.sizes());
     const auto dtype = parameter.scalar_type();
@@ -278,7 +279,8 @@ LoadReport load(TrainingState& state, const std::string& path, const LoadOptions
   const bool weights_alone = state.optimizers.empty() && state.lr_schedulers.empty() && state.grad_scaler == nullptr;
   agree(mesh, device, kWhere, [&] {
     checkpoint = receive(bytes);
-    model.emplace(kWhere, "the checkpoint", *state.model, registered, checkpoint.model,
+    checkpoint.path = trimmed(path);
+    model.emplace(kWhere, trimmed(path), *state.model, registered, checkpoint.model,
                   ModelLoading::Options{options.strict, options.convert_dtypes}, report);
     if (!state.optimizers.empty()) optimizer.emplace(checkpoint, state, names, options, report);
     if (!weights_alone) check_restorable(kWhere, state, checkpoint.scalars);

@@ -55,7 +55,11 @@ class Renames {
   Renames(const char* where, const std::string& path) : where_(where), path_(path) {}
   ~Renames() {
     for (auto done = done_.rbegin(); done != done_.rend(); ++done) {
-      ::renameat2(AT_FDCWD, done->to.c_str(), AT_FDCWD, done->from.c_str(), done->flags);
+      if (done->exchanged) {
+        ::renameat2(AT_FDCWD, done->to.c_str(), AT_FDCWD, done->from.c_str(), RENAME_EXCHANGE);
+      } else {
+        std::rename(done->to.c_str(), done->from.c_str());
+      }
     }
   }
   Renames(const Renames&) = delete;
@@ -66,12 +70,12 @@ class Renames {
       raise<ValueError>(where_, path_, " cannot be replaced: ", std::strerror(errno),
                         ", expected a folder that can be written");
     }
-    done_.push_back({from, to, 0});
+    done_.push_back({from, to, false});
   }
   // False where the file system has no such thing.
   bool exchange(const std::string& from, const std::string& to) {
     if (::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) != 0) return false;
-    done_.push_back({from, to, RENAME_EXCHANGE});
+    done_.push_back({from, to, true});
     return true;
   }
   void keep() { done_.clear(); }
@@ -79,7 +83,7 @@ class Renames {
  private:
   struct Done {
     std::string from, to;
-    unsigned flags;
+    bool exchanged;
   };
   const char* where_;
   const std::string& path_;
@@ -112,17 +116,29 @@ void check_target(const char* where, const std::string& path) {
 }
 
 std::unique_ptr<FileLock> make_writing_folder(const char* where, const std::string& path) {
-  make_folders(where, path);
-  if (const auto foreign = foreign_entry(path)) {
-    raise<ValueError>(where, path, " has ", *foreign,
-                      ", expected nothing, or what a save that was killed has left; move it away");
-  }
-  auto lock = std::make_unique<FileLock>(where, (fs::path(path) / kLockFile).string());
-  for (const auto& entry : fs::directory_iterator(path)) {
-    if (entry.path().filename() != kLockFile) fs::remove_all(entry.path());
-  }
-  for (const auto* folder : {kOptimizerFolder, kRanksFolder, kRecordsFolder}) {
-    fs::create_directory(fs::path(path) / folder);
+  std::error_code ignored;
+  const bool is_new = !fs::exists(path, ignored);
+  std::unique_ptr<FileLock> lock;
+  try {
+    make_folders(where, path);
+    if (const auto foreign = foreign_entry(path)) {
+      raise<ValueError>(where, path, " has ", *foreign,
+                        ", expected nothing, or what a save that was killed has left; move it away");
+    }
+    lock = std::make_unique<FileLock>(where, (fs::path(path) / kLockFile).string());
+    for (const auto& entry : fs::directory_iterator(path)) {
+      if (entry.path().filename() != kLockFile) fs::remove_all(entry.path());
+    }
+    for (const auto* folder : {kOptimizerFolder, kRanksFolder, kRecordsFolder}) {
+      fs::create_directory(fs::path(path) / folder);
+    }
+  } catch (...) {
+    if (lock) {
+      fs::remove_all(path, ignored);
+    } else if (is_new) {
+      fs::remove(path, ignored);  // unless another process has put something there
+    }
+    throw;
   }
   return lock;
 }

@@ -22,7 +22,7 @@ void check_target(const char* where, const std::string& path);
 
 /// Makes `path`, empties it of what a run that was killed has left, and makes the folders in it. Nobody else writes
 /// there while the lock lives. Throws ValueError where it cannot be made, has anything that no save writes, which is
-/// not touched, or where another process has the lock.
+/// not touched, or where another process has the lock; nothing is left then.
 std::unique_ptr<FileLock> make_writing_folder(const char* where, const std::string& path);
 
 /// Gives the folder `from` the name `path`, on disk; the checkpoint that was there is complete until then, and removed

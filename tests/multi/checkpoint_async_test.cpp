@@ -43,7 +43,7 @@ void PrintTo(const Change& change, std::ostream* out) { *out << change.name; }
 class SavedInTheBackground : public ::testing::TestWithParam<Change> {};
 
 TEST_P(SavedInTheBackground, IsWhatWasThereAtTheCall) {
-  run_ranks(2, [](RankContext& context) {
+  on_two_ranks([](RankContext& context) {
     const auto path = context.directory() + "/step-2";
     CheckpointedTraining training(context, kSeed, 2), twin(context, kSeed, 2);
     const auto expected = twin.snapshot();
@@ -97,7 +97,7 @@ INSTANTIATE_TEST_SUITE_P(Changes, SavedInTheBackground, ::testing::ValuesIn(kCha
 // ---- the life of a PendingSave ----
 
 TEST(PendingSave, IsPendingUntilAllRanksHaveWritten) {
-  run_ranks(2, [](RankContext& context) {
+  on_two_ranks([](RankContext& context) {
     const auto path = context.directory() + "/run/step-2";
     CheckpointedTraining training(context, kSeed, 2);
     hsdp::PendingSave none;
@@ -126,7 +126,7 @@ TEST(PendingSave, IsPendingUntilAllRanksHaveWritten) {
 }
 
 TEST(PendingSave, OfTwoPathsAtOnce) {
-  run_ranks(2, [](RankContext& context) {
+  on_two_ranks([](RankContext& context) {
     const auto folder = context.directory() + "/run";
     CheckpointedTraining training(context, kSeed, 2), twin(context, kSeed, 2);
     HeldDisk held;
@@ -152,7 +152,7 @@ TEST(PendingSave, OfTwoPathsAtOnce) {
 }
 
 TEST(PendingSave, MovesAround) {
-  run_ranks(2, [](RankContext& context) {
+  on_two_ranks([](RankContext& context) {
     const auto folder = context.directory() + "/run";
     CheckpointedTraining training(context, kSeed, 2);
     auto first = hsdp::save_async(training.state, folder + "/first");
@@ -178,7 +178,7 @@ TEST(PendingSave, MovesAround) {
 }
 
 TEST(PendingSave, ThrownAway) {
-  run_ranks(2, [](RankContext& context) {
+  on_two_ranks([](RankContext& context) {
     const auto path = context.directory() + "/run/step-2";
     CheckpointedTraining first(context, kSeed, 2), second(context, kSeed, 3);
     hsdp::save(first.state, path);
@@ -212,7 +212,7 @@ TEST(PendingSave, ThrownAway) {
 }
 
 TEST(PendingSave, ThatFailsIsNotPending) {
-  run_ranks(2, [](RankContext& context) {
+  on_two_ranks([](RankContext& context) {
     const auto path = context.directory() + "/run/step-2";
     CheckpointedTraining training(context, kSeed, 2);
     for (const int full : {0, 1}) {

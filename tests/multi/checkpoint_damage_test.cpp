@@ -50,7 +50,7 @@ class DamagedCheckpoint : public ::testing::TestWithParam<Damage> {
  protected:
   static void SetUpTestSuite() {
     scratch_ = std::make_unique<ScratchFolder>();
-    run_ranks(2, [](RankContext& context) {
+    on_two_ranks([](RankContext& context) {
       CheckpointedTraining training(context, kSavedSeed, kSavedSteps);
       hsdp::save(training.state, intact());
     });
@@ -63,7 +63,7 @@ class DamagedCheckpoint : public ::testing::TestWithParam<Damage> {
 };
 
 TEST_P(DamagedCheckpoint, IsRefusedAndChangesNothing) {
-  run_ranks(2, [](RankContext& context) {
+  on_two_ranks([](RankContext& context) {
     const auto folder = context.directory() + "/step-4";
     on_rank_0(context, [&] {
       fs::copy(intact(), folder, fs::copy_options::recursive);
@@ -547,7 +547,7 @@ struct LargeImpl : torch::nn::Module {
 TORCH_MODULE(Large);
 
 TEST(DamagedLargeFiles, NameTheTensor) {
-  run_ranks(2, [](RankContext& context) {
+  on_two_ranks([](RankContext& context) {
     const auto folder = context.directory() + "/large";
     const auto make = [&](double value) {
       auto net = hsdp::meta_init([] { return Large(); });

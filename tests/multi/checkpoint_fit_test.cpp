@@ -115,7 +115,7 @@ TEST(CheckpointNames, ThatDifferAreRefusedUnlessListed) {
     other.train(1);
     const auto before = other.values();
     expect_error<ValueError>([&] { other.load(path, {}); },
-                             "[load] the checkpoint does not fit the module: missing \"third.weight\", \"third.bias\", "
+                             " does not fit the module: missing \"third.weight\", \"third.bias\", "
                              "\"mean_of_third\", unexpected \"first.bias\", \"first.weight\", \"mean_of_first\"; ");
     expect_same_values(other.values(), before);
 
@@ -173,7 +173,7 @@ TEST(CheckpointNames, OfOptimizersAreListedApart) {
     state.optimizers = {&second};
     hsdp::save(state, path);
     expect_error<ValueError>([&] { run.load(path, {}); },
-                             "[load] the checkpoint's optimizer state does not fit: missing \"state.first.weight.*\", "
+                             "'s optimizer state does not fit: missing \"state.first.weight.*\", "
                              "\"state.first.bias.*\", expected the same names on both sides; ");
     EXPECT_THAT(run.load(path, {.strict = false}).missing, ElementsAre("state.first.weight.*", "state.first.bias.*"));
     hsdp::save(run.state(), path);
@@ -197,7 +197,7 @@ TEST(CheckpointShapes, ThatDifferAreRefused) {
     for (const bool strict : {true, false}) {
       expect_error<ValueError>(
           [&] { other.load(path, {.strict = strict, .convert_dtypes = true}); },
-          "[load] the checkpoint does not fit the module: ", "\"first.weight\" of shape [5, 5], expected [6, 6]",
+          " does not fit the module: ", "\"first.weight\" of shape [5, 5], expected [6, 6]",
           "\"first.bias\" of shape [5], expected [6]");
       expect_same_values(other.values(), before);
     }
@@ -240,7 +240,7 @@ TEST_P(CheckpointDtypes, AreConvertedWhenAsked) {
         other.model.materialize(at::kCPU);
         other.train(1);
         const auto before = other.values();
-        expect_error<ValueError>([&] { other.load(path, {}); }, "[load] the checkpoint does not fit the module: ",
+        expect_error<ValueError>([&] { other.load(path, {}); }, " does not fit the module: ",
                                  c10::str("\"first.weight\" of dtype ", GetParam().from, ", expected ", GetParam().to));
         expect_same_values(other.values(), before);
       }

@@ -130,7 +130,7 @@ void PrintTo(const Keeping& keeping, std::ostream* out) {
 class Kept : public ::testing::TestWithParam<std::tuple<Keeping, bool>> {};
 
 TEST_P(Kept, TheLatestAndEveryMth) {
-  run_ranks(2, [](RankContext& context) {
+  on_two_ranks([](RankContext& context) {
     const auto& [keeping, async] = GetParam();
     const auto path = context.directory() + "/run";
     Saved saved(context);
@@ -172,7 +172,7 @@ INSTANTIATE_TEST_SUITE_P(Numbers, Kept, ::testing::Combine(::testing::ValuesIn(k
                          name_of_kept);
 
 TEST(Keeping, CountsNothingButCompleteOnes) {
-  run_ranks(2, [](RankContext& context) {
+  on_two_ranks([](RankContext& context) {
     const auto path = context.directory() + "/run";
     on_rank_0(context, [&] {
       for (const auto* name : {"step-1", "step-3", "step-20", "step-5x", "notes"}) {
@@ -195,7 +195,7 @@ TEST(Keeping, CountsNothingButCompleteOnes) {
 }
 
 TEST(Keeping, RefusesNumbersBelowZero) {
-  run_ranks(2, [](RankContext& context) {
+  on_two_ranks([](RankContext& context) {
     const auto path = context.directory() + "/run";
     for (const auto& options : {hsdp::CheckpointFolderOptions{.keep_latest = -1}, {.keep_every = -2}}) {
       value_error_of(context, [&] { CheckpointFolder(context.environment(), path, options); });
@@ -207,7 +207,7 @@ TEST(Keeping, RefusesNumbersBelowZero) {
 // ---- steps ----
 
 TEST(SavedSteps, AreReplacedAndNeverGoBack) {
-  run_ranks(2, [](RankContext& context) {
+  on_two_ranks([](RankContext& context) {
     const auto path = context.directory() + "/run";
     for (const bool async : {false, true}) {
       Saved saved(context);
@@ -237,7 +237,7 @@ TEST(SavedSteps, AreReplacedAndNeverGoBack) {
 }
 
 TEST(SavedSteps, NeverReplaceWhatIsNoCheckpoint) {
-  run_ranks(2, [](RankContext& context) {
+  on_two_ranks([](RankContext& context) {
     const auto path = context.directory() + "/run";
     on_rank_0(context, [&] {
       fs::create_directories(path + "/step-5");
@@ -315,7 +315,7 @@ TEST(TwoRuns, CannotWriteToOneFolder) {
 }
 
 TEST(TwoRuns, CannotSaveToOnePath) {
-  run_ranks(2, [](RankContext& context) {
+  on_two_ranks([](RankContext& context) {
     const auto path = context.directory() + "/run/step-1";
     Saved saved(context);
     auto pending = hsdp::save_async(saved.at(1), path);
@@ -331,7 +331,7 @@ TEST(TwoRuns, CannotSaveToOnePath) {
 }
 
 TEST(TwoRuns, WhatAKilledOneLeft) {
-  run_ranks(2, [](RankContext& context) {
+  on_two_ranks([](RankContext& context) {
     const auto path = context.directory() + "/run";
     Saved saved(context);
     CheckpointFolder folder(context.environment(), path);
@@ -357,7 +357,7 @@ TEST(TwoRuns, WhatAKilledOneLeft) {
 // ---- in the background ----
 
 TEST(InTheBackground, OneSaveAtATime) {
-  run_ranks(2, [](RankContext& context) {
+  on_two_ranks([](RankContext& context) {
     const auto path = context.directory() + "/run";
     Saved saved(context);
     CheckpointFolder folder(context.environment(), path, {.async = true});
@@ -392,11 +392,11 @@ TEST(InTheBackground, OneSaveAtATime) {
 class FailedInTheBackground : public ::testing::TestWithParam<std::tuple<int, std::string>> {};
 
 TEST_P(FailedInTheBackground, SurfacesAtTheNextCall) {
-  run_ranks(2, [](RankContext& context) {
+  on_two_ranks([](RankContext& context) {
     const auto& [full, call] = GetParam();
     const auto path = context.directory() + "/run";
     Saved saved(context);
-    CheckpointFolder folder(context.environment(), path, {.keep_latest = 1, .async = true});
+    CheckpointFolder folder(context.environment(), path, {.async = true});
     folder.save(saved.at(1));
     folder.finish();
     {
@@ -422,7 +422,7 @@ TEST_P(FailedInTheBackground, SurfacesAtTheNextCall) {
     Saved::expect_at(context, path + "/step-1", 1);
     folder.save(saved.at(3));
     EXPECT_EQ(folder.finish(), path + "/step-3");
-    EXPECT_EQ(steps_in(path), (Steps{3}));
+    EXPECT_EQ(steps_in(path), (Steps{1, 3}));
     Saved::expect_at(context, path + "/step-3", 3);
   });
 }
@@ -434,7 +434,7 @@ INSTANTIATE_TEST_SUITE_P(Calls, FailedInTheBackground,
                          });
 
 TEST(InTheBackground, ASaveThatNobodyFinishes) {
-  run_ranks(2, [](RankContext& context) {
+  on_two_ranks([](RankContext& context) {
     const auto path = context.directory() + "/run";
     Saved saved(context);
     {
@@ -456,7 +456,7 @@ TEST(InTheBackground, ASaveThatNobodyFinishes) {
 
 // What could not be saved is no reason to remove what was.
 TEST(InTheBackground, FailuresRemoveNothing) {
-  run_ranks(2, [](RankContext& context) {
+  on_two_ranks([](RankContext& context) {
     const auto path = context.directory() + "/run";
     Saved saved(context);
     CheckpointFolder folder(context.environment(), path, {.keep_latest = 2, .async = true});
@@ -475,7 +475,7 @@ TEST(InTheBackground, FailuresRemoveNothing) {
 // ---- paths ----
 
 TEST(Folder, OfAllForms) {
-  run_ranks(2, [](RankContext& context) {
+  on_two_ranks([](RankContext& context) {
     fs::current_path(context.directory());
     Saved saved(context);
     for (const auto* path : {"relative", "of/some/folders", "./dotted/", "slashes///"}) {

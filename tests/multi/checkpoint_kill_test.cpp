@@ -40,8 +40,8 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kKeepLatest = 2;
 
 /// A model and momentum of some size, of which all values follow from the step.
-struct Run {
-  Run(RankContext& context, int64_t blocks, int64_t width)
+struct SavedRun {
+  SavedRun(RankContext& context, int64_t blocks, int64_t width)
       : net(hsdp::meta_init([&] { return Blocks(blocks, width); })),
         model(
             hsdp::fully_shard(net, {.mesh = context.environment().mesh(), .units = hsdp::each<torch::nn::Linear>()})) {
@@ -94,7 +94,7 @@ struct Run {
 };
 
 /// In ranks that had no part in writing them: whatever is found is whole. Returns the steps.
-std::vector<int64_t> expect_all_whole(RankContext& context, Run& run, const std::string& path) {
+std::vector<int64_t> expect_all_whole(RankContext& context, SavedRun& run, const std::string& path) {
   std::vector<int64_t> steps;
   for (const auto& found : hsdp::find_checkpoints(path)) {
     hsdp::verify_files("test", found.path, hsdp::read_manifest("test", found.path), /*checksums=*/true);
@@ -132,7 +132,7 @@ void save_for_ever(RankContext& context, const std::string& path, bool async) {
   init.timeout = std::chrono::seconds(20);
   context.set_environment(hsdp::init_from(
       c10::make_intrusive<c10d::FileStore>(context.directory() + "/store-of-two", 2), context.rank(), 2, init));
-  Run run(context, kBlocks, kWidth);
+  SavedRun run(context, kBlocks, kWidth);
   hsdp::CheckpointFolder folder(context.environment(), path, {.keep_latest = kKeepLatest, .async = async});
   int64_t step = 0;
   if (const auto newest = folder.newest()) {
@@ -217,7 +217,7 @@ TEST(Killed, AtRandomPoints) {
     const auto names = names_in(path);
     in_the_middle += std::any_of(names.begin(), names.end(), [](auto& name) { return name.ends_with(".writing"); });
     run_ranks(2, [&](RankContext& context) {
-      Run run(context, kBlocks, kWidth);
+      SavedRun run(context, kBlocks, kWidth);
       const auto steps = expect_all_whole(context, run, path);
       ASSERT_FALSE(steps.empty());
       EXPECT_GE(steps.back(), completed);
@@ -240,7 +240,7 @@ class KilledAtEachDiskCall : public ::testing::TestWithParam<AtEach> {
   /// Saves steps 1 and 2, and, with the disk hook, 3, or 2 again.
   static void save(RankContext& context, const std::string& path, const DiskHook& hook) {
     const auto [async, victim, replaces] = GetParam();
-    Run run(context, 2, 5);
+    SavedRun run(context, 2, 5);
     hsdp::CheckpointFolder folder(context.environment(), path, {.keep_latest = kKeepLatest, .async = async});
     for (const int64_t step : {1, 2}) {
       run.set(step);
@@ -289,7 +289,7 @@ TEST_P(KilledAtEachDiskCall, LosesNothing) {
   }
   run_ranks(2,
             [&](RankContext& context) {
-              Run run(context, 2, 5);
+              SavedRun run(context, 2, 5);
               std::set<bool> last_is_there;
               for (int64_t last = 0; last < calls; ++last) {
                 SCOPED_TRACE("killed at disk call " + std::to_string(last) + " of " + std::to_string(calls));

@@ -75,20 +75,20 @@ TEST_P(CheckpointLayouts, HoldTheSameValues) {
     run.train(2);
     run.save(path);
     const auto saved = run.values();
+    bool materialized = false;
     for (const auto& way : ways()) {
       SCOPED_TRACE("loaded as " + way.name);
-      for (const bool materialized : {false, true}) {
-        CheckpointRun other(context, way.options);
-        if (materialized) {
-          other.model.materialize(at::kCPU);
-          other.train(1);
-        }
-        const auto report = other.load(path);
-        EXPECT_TRUE(report.same_ranks);
-        EXPECT_TRUE(report.missing.empty() && report.unexpected.empty());
-        expect_same_values(other.values(), saved);
-        EXPECT_TRUE(other.net->head.is_same(other.net->embedding->weight));
+      CheckpointRun other(context, way.options);
+      if (materialized) {
+        other.model.materialize(at::kCPU);
+        other.train(1);
       }
+      materialized = !materialized;
+      const auto report = other.load(path);
+      EXPECT_TRUE(report.same_ranks);
+      EXPECT_TRUE(report.missing.empty() && report.unexpected.empty());
+      expect_same_values(other.values(), saved);
+      EXPECT_TRUE(other.net->head.is_same(other.net->embedding->weight));
     }
   });
 }

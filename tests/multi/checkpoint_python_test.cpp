@@ -155,7 +155,7 @@ class Exchange : public ::testing::Environment {
     const auto result = run_process(
         {.command = {HSDP_TORCH_PYTHON, HSDP_SOURCE_DIR "/tests/multi/checkpoint_peer.py", folder_->path(), kTool},
          .environment = {{"PYTHONDONTWRITEBYTECODE", "1"}},
-         .timeout = std::chrono::seconds(800)});
+         .timeout = std::chrono::seconds(400)});
     if (result.exit_code != 0) failure_ = to_string(result);
     if (failure_.empty()) checks_ = nlohmann::json::parse(read_bytes(*this / "checks.json"));
   }

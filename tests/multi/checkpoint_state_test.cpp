@@ -404,7 +404,7 @@ TEST(CheckpointOfAModel, CanBeSavedAndLoadedAlone) {
     CheckpointRun other(context, {.seed = 8});
     auto whole = other.state();
     expect_error<dtensor::ValueError>([&] { hsdp::load(whole, path); },
-                                      "[load] the checkpoint's optimizer state does not fit: missing \"state.");
+                                      "'s optimizer state does not fit: missing \"state.");
     model.model = other.model.core();
     hsdp::load(model, path);
     expect_same_values(other.values(), values);

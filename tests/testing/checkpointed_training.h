@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <chrono>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -97,6 +99,11 @@ inline void expect_parts(const std::string& text, const std::vector<std::string>
   for (const auto& part : parts) {
     EXPECT_NE(text.find(part), std::string::npos) << "missing '" << part << "' in: " << text;
   }
+}
+
+/// Two ranks with time for a disk that is busy with other things.
+inline void on_two_ranks(const std::function<void(RankContext&)>& body) {
+  run_ranks(2, body, {.timeout = std::chrono::seconds(300), .communication_timeout = std::chrono::seconds(60)});
 }
 
 /// Runs `work` on rank 0, before any rank goes on. A collective.

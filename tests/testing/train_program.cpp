@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
@@ -141,6 +142,7 @@ ProcessOptions TrainProgramTest::program(const Arguments& arguments, const std::
     options.environment[variable] = std::nullopt;
   }
   options.environment["OMP_NUM_THREADS"] = "1";
+  options.timeout = std::chrono::seconds(120);  // starting takes long where several tests run
   return options;
 }
 

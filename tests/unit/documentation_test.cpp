@@ -21,6 +21,7 @@
 #include "apps/metrics.h"
 #include "apps/yaml_entries.h"
 #include "hsdp/hsdp.h"
+#include "tests/testing/scratch_folder.h"
 
 namespace {
 
@@ -404,7 +405,7 @@ TEST(Pages, QuoteOnlyCodeThatIsCompiled) {
   const std::string snippets = read_file(kRoot / "tests/unit/documentation_test.cpp");
   std::set<std::string> compiled{region(example, "readme")};
   for (const char* name : {"materialize", "own values", "scope", "tokens", "groups", "scaler", "in backward",
-                           "checkpointed units", "checkpoint"}) {
+                           "checkpointed units", "checkpoint", "resume"}) {
     compiled.insert(region(snippets, name));
   }
   size_t blocks = 0;
@@ -522,6 +523,58 @@ TEST(Snippets, OwnValuesAndAScope) {
   const double value = score(model.module(), x);
   // [/scope]
   EXPECT_NEAR(value, (weight.sum() + bias.sum()).item<double>(), 1e-5);
+}
+
+int64_t steps_trained = 0;
+
+void train_one_step(hsdp::FullySharded<NetImpl>& model, torch::optim::AdamW& optimizer, int64_t position) {
+  EXPECT_EQ(position, steps_trained++);
+  optimizer.zero_grad();
+  const auto loss = model->forward(torch::full({2, 4}, static_cast<double>(position % 7))).pow(2).mean();
+  loss.backward();
+  optimizer.step();
+}
+
+// [resume]
+void train(const hsdp::Environment& env, hsdp::FullySharded<NetImpl>& model, torch::optim::AdamW& optimizer) {
+  hsdp::TrainingState state{.model = model.core(), .optimizers = {&optimizer}};
+  hsdp::CheckpointFolder folder(env, "runs/mine", {.keep_latest = 3, .async = true});
+  if (const auto newest = folder.newest()) {
+    hsdp::load(state, newest->path);
+  } else {
+    model.materialize(env.device());
+  }
+  while (state.progress.step < 1000) {
+    train_one_step(model, optimizer, state.progress.data_position);
+    ++state.progress.step;
+    ++state.progress.data_position;
+    folder.poll();  // completes a save that was written meanwhile, and throws what it failed with
+    if (state.progress.step % 100 == 0) folder.save(state);
+  }
+  folder.finish();
+}
+// [/resume]
+
+TEST(Snippets, ResumesFromTheNewestCheckpoint) {
+  const auto env = hsdp::init({.backend = "gloo"});
+  const testing_support::ScratchFolder scratch;
+  const auto former = fs::current_path();
+  fs::current_path(scratch.path());
+  const auto run = [&] {
+    torch::manual_seed(7);
+    auto net = hsdp::meta_init([] { return Net(4, 8); });
+    auto model = hsdp::fully_shard(net, {.mesh = env.mesh()});
+    torch::optim::AdamW optimizer(model->parameters());
+    train(env, model, optimizer);
+    return hsdp::unsharded(net->linear->weight);
+  };
+  const auto trained = run();
+  EXPECT_EQ(steps_trained, 1000);
+  EXPECT_EQ(scratch.names(), std::set<std::string>{"runs"});
+  EXPECT_EQ(hsdp::find_checkpoints("runs/mine").size(), 3u);
+  EXPECT_TRUE(torch::equal(run(), trained));
+  EXPECT_EQ(steps_trained, 1000);
+  fs::current_path(former);
 }
 
 struct BlockImpl : torch::nn::Module {

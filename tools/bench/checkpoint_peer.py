@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times checkpoints of the models of checkpoint_bench.cpp as PyTorch writes them (torch.distributed.checkpoint of FSDP2
+"""Times checkpoints of the models of hsdp_checkpoint_bench.cpp as PyTorch writes them (torch.distributed.checkpoint of FSDP2
 models, over Gloo, one thread a rank), and prints one JSON line with the keys of hsdp_checkpoint_bench.
 
   checkpoint_peer.py files [--ranks N] [--folder F] [--megabytes N] [--width N] [--repeats N] [--drop-cache]
@@ -29,7 +29,7 @@ from torch.nn import functional
 from peer import VOCAB, WARMUP_STEPS, Gpt
 
 M_MMAP_THRESHOLD = -3
-# As in checkpoint_bench.cpp: larger pieces of memory come from the system each time.
+# As in hsdp_checkpoint_bench.cpp: larger pieces of memory come from the system each time.
 FRESH_MEMORY_BYTES = 1 << 20
 
 
