@@ -7,6 +7,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -163,10 +164,9 @@ std::string to_text(const at::Tensor& element) {
 /// Compares `count` values of the dtype, of which the first is number `begin` of the tensor.
 void compare_values(char* a, char* b, c10::ScalarType dtype, int64_t count, int64_t begin, Differences& result) {
   const auto size = int64_t(c10::elementSize(dtype));
+  if (std::memcmp(a, b, size_t(count * size)) == 0) return;
   const auto bytes = [&](char* values) { return at::from_blob(values, {count, size}, at::kByte); };
   const auto differ = bytes(a).ne(bytes(b)).any(/*dim=*/1);
-  const auto different = differ.sum().item<int64_t>();
-  if (different == 0) return;
   const auto typed_a = at::from_blob(a, {count}, dtype), typed_b = at::from_blob(b, {count}, dtype);
   if (result.count == 0) {
     const auto first = differ.to(at::kByte).argmax().item<int64_t>();
@@ -174,7 +174,7 @@ void compare_values(char* a, char* b, c10::ScalarType dtype, int64_t count, int6
     result.first_a = to_text(typed_a[first]);
     result.first_b = to_text(typed_b[first]);
   }
-  result.count += different;
+  result.count += differ.sum().item<int64_t>();
   const auto largest = absolute_differences(typed_a, typed_b).masked_select(differ).max().item<double>();
   // Once NaN, it stays so.
   if (largest > result.largest || std::isnan(largest)) result.largest = std::fabs(largest);

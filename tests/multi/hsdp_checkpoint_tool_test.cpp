@@ -6,6 +6,7 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <limits>
 #include <map>
 #include <sstream>
@@ -313,15 +314,29 @@ TEST_F(HsdpCheckpoint, WhatIsNoCheckpointIsRefusedByEveryCommand) {
   fs::remove(folder_ / "cut/manifest.json");
   fs::copy(kept, folder_ / "scrambled", fs::copy_options::recursive);
   write_text(folder_ / "scrambled/manifest.json", "{");
-  for (const std::string path : {"absent", "empty", "text.bin", "cut", "scrambled"}) {
-    SCOPED_TRACE(path);
-    expect_refused(tool({"inspect", path}), "inspect", {path});
-    expect_refused(tool({"verify", path}), "verify", {path});
-    expect_refused(tool({"consolidate", path, "to"}), "consolidate", {path});
-    expect_refused(tool({"diff", path, "run/kept/step-2"}), "diff", {path});
-    expect_refused(tool({"diff", "run/kept/step-2", path}), "diff", {path});
-    EXPECT_FALSE(fs::exists(folder_ / "to"));
+  const auto refusal = [](const std::function<void(std::ostream&)>& call) -> std::string {
+    std::ostringstream out;
+    try {
+      call(out);
+    } catch (const dtensor::ValueError& error) {
+      return error.what();
+    }
+    return "accepted";
+  };
+  const auto sound = kept.string(), to = (folder_ / "to").string();
+  for (const std::string name : {"absent", "empty", "text.bin", "cut", "scrambled"}) {
+    SCOPED_TRACE(name);
+    const auto path = (folder_ / name).string();
+    const auto about = [&](const std::string& where) { return AllOf(StartsWith("[" + where + "] "), HasSubstr(path)); };
+    EXPECT_THAT(refusal([&](auto& out) { apps::inspect(path, false, out); }), about("inspect"));
+    EXPECT_THAT(refusal([&](auto& out) { apps::verify(path, out); }), about("verify"));
+    EXPECT_THAT(refusal([&](auto& out) { apps::consolidate(path, to, {}, out); }), about("consolidate"));
+    EXPECT_THAT(refusal([&](auto& out) { apps::diff(path, sound, out); }), about("diff"));
+    EXPECT_THAT(refusal([&](auto& out) { apps::diff(sound, path, out); }), about("diff"));
+    EXPECT_FALSE(fs::exists(to));
   }
+  expect_refused(tool({"inspect", "cut"}), "inspect", {"cut", "manifest.json"});
+  expect_refused(tool({"diff", "absent", "run/kept"}), "diff", {"absent"});
   // An incomplete one is passed over where there is another.
   fs::rename(folder_ / "cut", folder_ / "run/kept/step-3");
   EXPECT_THAT(tool({"inspect", "run/kept"}).out, HasSubstr("the newest checkpoint is run/kept/step-2\n"));

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Times checkpoints of the models of hsdp_checkpoint_bench.cpp as PyTorch writes them (torch.distributed.checkpoint of FSDP2
-models, over Gloo, one thread a rank), and prints one JSON line with the keys of hsdp_checkpoint_bench.
+"""Times checkpoints of the models of hsdp_checkpoint_bench.cpp as PyTorch writes them (torch.distributed.checkpoint of
+FSDP2 models, over Gloo, one thread a rank), and prints one JSON line with the keys of hsdp_checkpoint_bench.
 
   checkpoint_peer.py files [--ranks N] [--folder F] [--megabytes N] [--width N] [--repeats N] [--drop-cache]
   checkpoint_peer.py async [--ranks N] [--folder F] [--width N] [--layers N] [--batch N] [--sequence N] [--steps N]

@@ -1,5 +1,5 @@
-# Every option a builder may set, all with the prefix HSDP_. Two more, HSDP_GLOO_INCLUDE_DIR and HSDP_NCCL_INCLUDE_DIR, are made
-# where those folders are looked for.
+# Every option a builder may set, all with the prefix HSDP_. Three more, HSDP_GLOO_INCLUDE_DIR, HSDP_NCCL_INCLUDE_DIR and
+# HSDP_XXHASH_INCLUDE_DIR, are made where those folders are looked for.
 
 include(CMakeDependentOption)
 

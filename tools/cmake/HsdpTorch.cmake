@@ -68,7 +68,7 @@ else()
 endif()
 hsdp_resolve_option(HSDP_WITH_NCCL "${nccl_found}" "${HSDP_NCCL_OFF_REASON}" HSDP_NCCL)
 
-# --- Gloo headers ---------------------------------------------------------------------------------------------------------
+# --- headers of other libraries -------------------------------------------------------------------------------------------
 if(HSDP_WITH_GLOO)
   hsdp_find_header(HSDP_GLOO_INCLUDE_DIR gloo/algorithm.h)
   if(NOT HSDP_GLOO_INCLUDE_DIR)
@@ -77,6 +77,13 @@ if(HSDP_WITH_GLOO)
       "folder with -DHSDP_GLOO_INCLUDE_DIR=<folder>, or build without that transport with -DHSDP_WITH_GLOO=OFF.")
   endif()
 endif()
+hsdp_find_header(HSDP_XXHASH_INCLUDE_DIR xxhash.h)
+if(NOT HSDP_XXHASH_INCLUDE_DIR)
+  message(FATAL_ERROR
+    "[hsdp] xxhash.h not found: checkpoints are checksummed with it. Install libxxhash-dev, or name the folder with "
+    "-DHSDP_XXHASH_INCLUDE_DIR=<folder>.")
+endif()
+
 find_package(nlohmann_json QUIET)
 if(NOT nlohmann_json_FOUND)
   message(FATAL_ERROR
