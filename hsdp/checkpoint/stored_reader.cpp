@@ -14,6 +14,8 @@ using dtensor::Box;
 constexpr size_t kMostOpenFiles = 64;
 // Shorter runs come out of a block that is read once for all of them.
 constexpr uint64_t kDirectRun = 64 * 1024;
+// With one call, so that they are hashed while they are in the processor's cache.
+constexpr uint64_t kMostBlocks = 4;
 
 // Row-major position of `offsets` within `box`, in elements.
 int64_t position_in(const Box& box, const std::vector<int64_t>& offsets) {
@@ -69,13 +71,15 @@ void verify_block(const char* where, const std::string& path, const std::vector<
                                       "; the file is damaged: load another checkpoint");
 }
 
-// Straight to where it is wanted, and hashed while it is in the processor's cache.
-void StoredReader::read_block(const StoredTensor& tensor, int64_t file, uint64_t block, char* out, size_t count) {
+// Blocks, of which the last may be short, straight to where they are wanted.
+void StoredReader::read_blocks(const StoredTensor& tensor, int64_t file, uint64_t block, char* out, size_t count) {
   auto& source = open(file);
   source.file.read(block * kChecksumBlock, out, count);
   bytes_read_ += count;
-  verify_block(where_, source.file.path(), source.stored->block_checksums, block, out, count,
-               "with values of tensor \"" + tensor.name + "\"");
+  for (size_t begin = 0; begin < count; begin += kChecksumBlock, ++block) {
+    verify_block(where_, source.file.path(), source.stored->block_checksums, block, out + begin,
+                 std::min(kChecksumBlock, count - begin), "with values of tensor \"" + tensor.name + "\"");
+  }
 }
 
 void StoredReader::read_bytes(const StoredTensor& tensor, int64_t file, uint64_t begin, char* out, uint64_t count) {
@@ -89,15 +93,16 @@ void StoredReader::read_bytes(const StoredTensor& tensor, int64_t file, uint64_t
     const auto block = begin / kChecksumBlock;
     const auto block_begin = block * kChecksumBlock;
     const auto block_size = std::min<uint64_t>(kChecksumBlock, source.stored->bytes - block_begin);
-    const auto wanted = std::min(end, block_begin + block_size) - begin;
+    auto wanted = std::min(end, block_begin + block_size) - begin;
     if (wanted == block_size) {
-      read_block(tensor, file, block, out, block_size);
+      wanted *= std::clamp<uint64_t>((end - begin) / kChecksumBlock, 1, kMostBlocks);
+      read_blocks(tensor, file, block, out, wanted);
     } else {
       if (source.block.size() != block_size || source.block_number != block) {
         source.block.resize(block_size);
         source.block_number = block;
         try {
-          read_block(tensor, file, block, source.block.data(), block_size);
+          read_blocks(tensor, file, block, source.block.data(), block_size);
         } catch (...) {
           source.block.clear();
           throw;

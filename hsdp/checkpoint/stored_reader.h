@@ -33,7 +33,7 @@ class StoredReader {
   OpenFile& open(int64_t file);
   void read_part(const StoredTensor& tensor, const StoredPart& part, const dtensor::Box& box, char* out);
   void read_bytes(const StoredTensor& tensor, int64_t file, uint64_t begin, char* out, uint64_t count);
-  void read_block(const StoredTensor& tensor, int64_t file, uint64_t block, char* out, size_t count);
+  void read_blocks(const StoredTensor& tensor, int64_t file, uint64_t block, char* out, size_t count);
 
   const char* where_;
   const StoredTensors& tensors_;

@@ -1,9 +1,7 @@
 #include "hsdp/checkpoint/tensor_loading.h"
 
 #include <ATen/ATen.h>
-#include <sys/mman.h>
 
-#include <cstdint>
 #include <cstring>
 #include <utility>
 
@@ -12,20 +10,6 @@
 #include "hsdp/host.h"
 
 namespace hsdp {
-namespace {
-
-// New memory is given out page by page as it is first written, which costs as much as reading: large pages are fewer.
-// Only advice: where it is not followed, nothing else changes.
-void ask_for_large_pages(const at::Tensor& host) {
-  constexpr uintptr_t kLargePage = uintptr_t{2} << 20;
-  const auto begin = reinterpret_cast<uintptr_t>(host.mutable_data_ptr());
-  const auto first = (begin + kLargePage - 1) / kLargePage * kLargePage;
-  const auto last = (begin + host.nbytes()) / kLargePage * kLargePage;
-  if (first < last) ::madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-}
-
-}  // namespace
-
 void TensorLoading::add(CheckpointedTensor target, const StoredTensor& stored,
                         std::vector<const StoredTensor*> equals) {
   auto reader = choice_.choose(target);
@@ -44,7 +28,6 @@ void TensorLoading::read() {
     auto& local = item.target.local;
     const auto& stored = *item.stored;
     if (local.device().type() == kHost && local.scalar_type() == stored.dtype) {
-      ask_for_large_pages(local);
       reader_.read(stored, item.target.box, local.mutable_data_ptr());
     } else {
       local.copy_(read_box(item, stored));
