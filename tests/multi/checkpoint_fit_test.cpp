@@ -195,10 +195,9 @@ TEST(CheckpointShapes, ThatDifferAreRefused) {
     other.model.materialize(at::kCPU);
     const auto before = other.values();
     for (const bool strict : {true, false}) {
-      expect_error<ValueError>(
-          [&] { other.load(path, {.strict = strict, .convert_dtypes = true}); },
-          " does not fit the module: ", "\"first.weight\" of shape [5, 5], expected [6, 6]",
-          "\"first.bias\" of shape [5], expected [6]");
+      expect_error<ValueError>([&] { other.load(path, {.strict = strict, .convert_dtypes = true}); },
+                               " does not fit the module: ", "\"first.weight\" of shape [5, 5], expected [6, 6]",
+                               "\"first.bias\" of shape [5], expected [6]");
       expect_same_values(other.values(), before);
     }
   });

@@ -210,7 +210,7 @@ TEST(Killed, AtRandomPoints) {
                 }
                 context.set_environment(std::nullopt);
               },
-              {.timeout = std::chrono::seconds(120), .killed = victims, .make_environment = false});
+              {.timeout = std::chrono::seconds(300), .killed = victims, .make_environment = false});
     ASSERT_TRUE(fs::exists(path + "-completed"));
     EXPECT_FALSE(fs::exists(path + "-left")) << read_bytes(path + "-left");
     const auto completed = std::stoll(read_bytes(path + "-completed"));

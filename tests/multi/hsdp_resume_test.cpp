@@ -342,6 +342,17 @@ TEST_F(HsdpResume, AKilledRunGoesOnFromItsNewestCheckpoint) {
   }
 }
 
+// The step after the one that is being written in the background is refused.
+TEST_F(HsdpResume, ALossThatIsNotFiniteLosesNoCheckpoint) {
+  const auto results =
+      run(2, with_settings(into("run", {"optimizer.lr=1e30", "checkpoint.every=1", "checkpoint.async=true"})));
+  for (const auto& result : results) EXPECT_EQ(result.exit_code, 2) << describe(results);
+  EXPECT_EQ(count_of("[training] step 2: loss is ", all_output(results)), 1) << describe(results);
+  EXPECT_EQ(names_in("run/kept"), std::set<std::string>{"step-1"});
+  std::ostringstream out;
+  EXPECT_NO_THROW(apps::verify((folder_ / "run/kept/step-1").string(), out));
+}
+
 TEST_F(HsdpResume, TwoRunsDoNotShareAFolder) {
   auto started = start_endless(1, into("run"));
   const auto second = run(2, with_settings({"metrics.folder=other", "checkpoint.folder=run/kept"}));
