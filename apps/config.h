@@ -47,6 +47,8 @@ struct ParallelismConfig {
   int64_t shard = -1;
   /// See hsdp::ReshardAfterForward. Empty (`default` in YAML): every unit but the root.
   std::optional<std::variant<bool, int64_t>> reshard_after_forward = std::nullopt;
+  /// See hsdp::FullyShardOptions.
+  bool prefetch = true;
 };
 
 /// See hsdp::MixedPrecisionPolicy. Empty: `default` in YAML.
@@ -91,6 +93,8 @@ struct MetricsConfig {
   std::string folder;
   /// The first and the last step are always logged.
   int64_t log_every = 10;
+  /// On the host: peak_memory_bytes is counted in tensors rather than the process's size.
+  bool count_memory = false;
 };
 
 struct CheckpointConfig {

@@ -308,6 +308,7 @@ std::vector<ConfigField> config_fields(Config& config) {
   fields.integer("replicate", config.parallelism.replicate, 1);
   fields.integer_or_auto("shard", config.parallelism.shard);
   fields.reshard("reshard_after_forward", config.parallelism.reshard_after_forward);
+  fields.boolean("prefetch", config.parallelism.prefetch);
 
   fields.section("mixed_precision");
   fields.dtype("param_dtype", config.mixed_precision.param_dtype);
@@ -347,6 +348,7 @@ std::vector<ConfigField> config_fields(Config& config) {
   fields.section("metrics");
   fields.text("folder", config.metrics.folder, required);
   fields.integer("log_every", config.metrics.log_every, 1);
+  fields.boolean("count_memory", config.metrics.count_memory);
 
   fields.section("checkpoint");
   fields.text_or_none("folder", config.checkpoint.folder);

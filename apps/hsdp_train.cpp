@@ -21,6 +21,7 @@
 #include "hsdp/init.h"
 #include "hsdp/launch/device.h"
 #include "hsdp/launch/launcher_env.h"
+#include "hsdp/launch/versions.h"
 
 namespace {
 
@@ -111,6 +112,7 @@ apps::ExitCode train_and_report(const Arguments& arguments) {
     config_failure = std::current_exception();
   }
 
+  if (config && config->metrics.count_memory) hsdp::count_host_memory();
   // From here on a signal ends the run with a checkpoint.
   std::optional<apps::StopSignal> stop;
   if (config && !config->checkpoint.folder.empty()) stop.emplace();
@@ -141,6 +143,7 @@ int main(int argc, char** argv) {
   app.add_option("--config", arguments.config, "YAML file with the settings of the run")->required();
   app.add_option("--set", arguments.overrides, "section.key=value, laid over the file; may be repeated")
       ->allow_extra_args(false);
+  app.set_version_flag("--version", hsdp::versions);
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& request) {

@@ -63,6 +63,12 @@ std::string to_json(const StepMetrics& metrics) {
   line["peak_memory_bytes"] = metrics.peak_memory_bytes;
   line["tokens"] = metrics.tokens;
   line["seconds"] = metrics.seconds;
+  const auto& counts = metrics.collectives;
+  line["collectives"] = {
+      {"all_gathers", counts.all_gathers},           {"reduce_scatters", counts.reduce_scatters},
+      {"all_reduces", counts.all_reduces},           {"broadcasts", counts.broadcasts},
+      {"all_gather_bytes", counts.all_gather_bytes}, {"reduce_scatter_bytes", counts.reduce_scatter_bytes},
+      {"all_reduce_bytes", counts.all_reduce_bytes}};
   return line.dump();
 }
 

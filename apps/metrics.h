@@ -5,6 +5,7 @@
 #include <string>
 
 #include "apps/config.h"
+#include "dtensor/communicator.h"
 
 namespace apps {
 
@@ -19,12 +20,17 @@ struct StepMetrics {
   double lr = 0.0;
   /// Over all ranks, since the step that was logged before.
   double tokens_per_second = 0.0;
-  /// Of the rank that uses most: allocator of the device, or resident memory on the host.
+  /// Of the rank that uses most, since the step that was logged before, or since training began: allocated on the
+  /// device, or counted in tensors on the host with MetricsConfig::count_memory. Without that the largest resident size
+  /// of the process since it started.
   int64_t peak_memory_bytes = 0;
   /// Trained on so far, over all ranks.
   int64_t tokens = 0;
   /// Since training began. A run that goes on from a checkpoint adds to those of its last kept line.
   double seconds = 0.0;
+  /// Of this rank in this step alone: forwards, backwards, clipping, gradient scaler and optimizer. Not those that
+  /// logging and checkpoints need, nor barriers; none alone, since a group of one rank communicates nothing.
+  dtensor::CollectiveCounts collectives = {};
 };
 
 /// One line of JSON without the newline. Numbers that are not finite become null, since JSON has no word for them.

@@ -26,7 +26,7 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 
 hsdp::FullyShardOptions sharding(const Config& config, const hsdp::Environment& environment) {
   hsdp::FullyShardOptions options;
-  const auto& [replicate, shard, reshard] = config.parallelism;
+  const auto& [replicate, shard, reshard, prefetch] = config.parallelism;
   options.mesh = environment.mesh();
   if (replicate > 1) {
     options.mesh = environment.make_mesh({replicate, shard_ranks(config.parallelism, environment.world_size())},
@@ -36,6 +36,7 @@ hsdp::FullyShardOptions sharding(const Config& config, const hsdp::Environment& 
   if (reshard) {
     std::visit([&](auto value) { options.reshard_after_forward = hsdp::ReshardAfterForward(value); }, *reshard);
   }
+  options.prefetch = prefetch;
   options.mixed_precision.param_dtype = config.mixed_precision.param_dtype;
   options.mixed_precision.reduce_dtype = config.mixed_precision.reduce_dtype;
   options.mixed_precision.output_dtype = config.mixed_precision.output_dtype;
@@ -99,6 +100,19 @@ torch::Tensor all_reduced(const hsdp::Environment& environment, const torch::Ten
                           const char* subject) {
   environment.communicator()->all_reduce(values, op, {"all_reduce", subject})->wait();
   return values.cpu();
+}
+
+/// Adds what was communicated since the last reset.
+void add_collectives(dtensor::CollectiveCounts& sums) {
+  const auto counts = dtensor::collective_counts();
+  sums.all_gathers += counts.all_gathers;
+  sums.reduce_scatters += counts.reduce_scatters;
+  sums.all_reduces += counts.all_reduces;
+  sums.broadcasts += counts.broadcasts;
+  sums.barriers += counts.barriers;
+  sums.all_gather_bytes += counts.all_gather_bytes;
+  sums.reduce_scatter_bytes += counts.reduce_scatter_bytes;
+  sums.all_reduce_bytes += counts.all_reduce_bytes;
 }
 
 /// 1 where this rank was told to stop.
@@ -191,17 +205,20 @@ void train(const Config& config, const hsdp::Environment& environment, const Dat
       stop &&
       all_reduced(environment, as_scalar(environment, stop), dtensor::ReduceOp::max, "stop signal").item<double>() >
           0.0;
+  hsdp::reset_peak_memory(device);
   while (progress.step < training.steps && !stopping) {
     StepMetrics metrics;
     metrics.step = progress.step + 1;
     metrics.lr = config.optimizer.lr * lr_factor(config.lr_schedule, progress.step, training.steps);
     set_lr(*optimizer, metrics.lr);
 
+    dtensor::reset_collective_counts();
     optimizer->zero_grad();
     const auto total =
         accumulate_gradients(model, scaler, data.batch(progress.data_position), training.gradient_accumulation, device);
     scaler.unscale_(*optimizer);
     metrics.grad_norm = hsdp::clip_grad_norm_(parameters, max_norm);
+    add_collectives(metrics.collectives);
     const auto sums =
         all_reduced(environment, torch::cat({total, as_scalar(environment, stop)}), dtensor::ReduceOp::sum, "loss");
     // Every rank has as many tokens, so the mean over ranks is the mean over the global batch.
@@ -213,14 +230,17 @@ void train(const Config& config, const hsdp::Environment& environment, const Dat
     const bool finite = std::isfinite(metrics.loss) && (std::isfinite(metrics.grad_norm) || scaled_too_far);
     const bool first_or_last = metrics.step == 1 || metrics.step == training.steps;
     if (finite) {
+      dtensor::reset_collective_counts();
       scaler.step(*optimizer);
       scaler.update();
+      add_collectives(metrics.collectives);
       progress = {metrics.step, progress.tokens + tokens_per_step, progress.data_position + 1};
     }
     if (!finite || first_or_last || metrics.step % config.metrics.log_every == 0) {
       const auto peak = as_scalar(environment, double(hsdp::peak_memory_bytes(device)));
       metrics.peak_memory_bytes =
           int64_t(all_reduced(environment, peak, dtensor::ReduceOp::max, "peak_memory_bytes").item<double>());
+      hsdp::reset_peak_memory(device);
       metrics.seconds = former_seconds + seconds_since(start);
       metrics.tokens = metrics.step * tokens_per_step;
       metrics.tokens_per_second = double(metrics.tokens - logged_tokens) / (metrics.seconds - logged_seconds);

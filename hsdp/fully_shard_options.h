@@ -84,6 +84,10 @@ struct FullyShardOptions {
   UnitSelector units = {};
   /// Unset: true for all units but the root, as in FSDP2.
   std::optional<ReshardAfterForward> reshard_after_forward = std::nullopt;
+  /// Whether the next unit, in the order of the last forward, is gathered while this one computes. False: each is
+  /// gathered when it is read, or where set_modules_to_forward_prefetch or set_modules_to_backward_prefetch lists it:
+  /// one unit less in memory, and nothing to compute while it is on its way. The numbers are the same.
+  bool prefetch = true;
   MixedPrecisionPolicy mixed_precision = {};
   OffloadPolicy offload = {};
   /// The dim that a parameter is sharded along, negative ones from the end; nullopt means 0. Any dim, uneven included.

@@ -190,7 +190,7 @@ void Scheduler::read_in_forward(Unit& unit) {
     return;
   }
   const auto next = order_.size();
-  if (prefetch_forward_ && former_order_.size() > next && former_order_[next - 1] == &unit)
+  if (unit.context().prefetch && prefetch_forward_ && former_order_.size() > next && former_order_[next - 1] == &unit)
     prefetch(former_order_[next]);
 }
 
@@ -209,7 +209,7 @@ void Scheduler::read_in_backward(Unit& unit) {
   const auto next = former == backward_plan_.rend() ? Planned{nullptr, 0} : *former;
   // This unit's later entries are done; another forward's may still come.
   backward_plan_.erase(former.base(), backward_plan_.end());
-  if (!unit.backward_prefetch().empty()) return;
+  if (!unit.context().prefetch || !unit.backward_prefetch().empty()) return;
   // Not across scopes: whether another scope's graph is still alive may differ between ranks.
   if (next.unit != nullptr && next.scope_token == scope && next.unit->holds(scope) > 0) prefetch(next.unit);
 }

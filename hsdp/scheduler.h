@@ -30,10 +30,10 @@ struct GatheredPeaks {
 ///
 /// Forward: the first read of a unit ends the forward of all units that are neither its ancestors nor its descendants,
 /// gathers it, and starts the next one in the order of the last forward. Backward: what is unpacked is gathered, and
-/// the unit before it in this iteration's forward is started; a unit is freed when no saved tensor needs it; its
-/// gradients are reduced when autograd has them all: a reduce-scatter is waited for when the next one is due, and its
-/// all-reduce over replicas runs beside that. At the end of the outermost backward everything in flight is finished and
-/// freed.
+/// the unit before it in this iteration's forward is started (neither is without FullyShardOptions::prefetch); a unit
+/// is freed when no saved tensor needs it; its gradients are reduced when autograd has them all: a reduce-scatter is
+/// waited for when the next one is due, and its all-reduce over replicas runs beside that. At the end of the outermost
+/// backward everything in flight is finished and freed.
 ///
 /// Threads: one thread owns a forward scope at a time; calls from autograd threads are serialised by a lock. All ranks
 /// must read units in the same order.

@@ -89,6 +89,7 @@ std::shared_ptr<const UnitContext> make_context(const FullyShardOptions& options
   check_dtype("grad_dtype", options.mixed_precision.grad_dtype);
   context->mixed_precision = options.mixed_precision;
   context->offload = options.offload;
+  context->prefetch = options.prefetch;
   context->make_transport = options.transport ? options.transport : make_transport;
   if (mesh.has_groups() && context->shard_size() > 1) {
     context->transport = context->make_transport(mesh.shared_communicator(context->shard_axis()));

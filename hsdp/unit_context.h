@@ -17,6 +17,8 @@ struct UnitContext {
   std::shared_ptr<Transport> transport;
   MixedPrecisionPolicy mixed_precision;
   OffloadPolicy offload;
+  /// Whether the unit after this one is gathered ahead.
+  bool prefetch = true;
   std::function<std::shared_ptr<Transport>(std::shared_ptr<dtensor::Communicator>)> make_transport;
 
   /// The last axis shards, the one before it replicates.

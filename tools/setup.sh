@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-requirements=(torch==2.11.0 numpy safetensors==0.8.0 xxhash==4.1.0)
+requirements=(torch==2.11.0 numpy safetensors==0.8.0 xxhash==4.1.0 PyYAML==6.0.3 Jinja2)
 readonly oldest_cmake=3.25
 readonly venv=.venv
 readonly stamp=$venv/installed-requirements.txt

@@ -1,4 +1,7 @@
 // The one file that sees ProcessGroupNCCL.hpp.
+#include <ATen/Context.h>
+#include <c10/util/StringUtil.h>
+
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include "hsdp/launch/backend_builtin.h"
@@ -14,6 +17,13 @@ BackendKind nccl_backend() {
             return c10::make_intrusive<c10d::ProcessGroupNCCL>(store, static_cast<int>(rank), static_cast<int>(size),
                                                                options);
           }};
+}
+
+std::string nccl_version() { return c10d::getNcclVersion(); }
+
+std::string cuda_version() {
+  const auto version = at::globalContext().versionCUDART();  // 13000 for 13.0
+  return c10::str(version / 1000, '.', version % 1000 / 10);
 }
 
 }  // namespace hsdp

@@ -7,4 +7,7 @@ BackendKind nccl_backend() {
           "in a build without NCCL, expected gloo; or build on a machine with a CUDA toolkit"};
 }
 
+std::string nccl_version() { return {}; }
+std::string cuda_version() { return {}; }
+
 }  // namespace hsdp

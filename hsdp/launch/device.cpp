@@ -5,6 +5,7 @@
 #include <sys/resource.h>
 
 #include "hsdp/host.h"
+#include "hsdp/launch/host_memory.h"
 
 namespace hsdp {
 namespace {
@@ -13,6 +14,13 @@ namespace {
 c10::DeviceAllocator* counting_allocator(c10::Device device) {
   auto* allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(device.type()));
   return allocator != nullptr && allocator->initialized() ? allocator : nullptr;
+}
+
+c10::CachingAllocator::Stat allocated_bytes(c10::Device device) {
+  auto* allocator = counting_allocator(device);
+  if (allocator == nullptr) return {};
+  using c10::CachingAllocator::StatType;
+  return allocator->getDeviceStats(device.index()).allocated_bytes[static_cast<size_t>(StatType::AGGREGATE)];
 }
 
 }  // namespace
@@ -26,21 +34,22 @@ c10::Device current_device(c10::DeviceType type) { return c10::impl::VirtualGuar
 
 void set_device(c10::Device device) { c10::impl::VirtualGuardImpl(device.type()).setDevice(device); }
 
+int64_t memory_bytes(c10::Device device) {
+  if (device.type() == kHost) return host_memory::bytes();
+  return allocated_bytes(device).current;
+}
+
 int64_t peak_memory_bytes(c10::Device device) {
-  if (device.type() == kHost) {
-    rusage usage{};
-    getrusage(RUSAGE_SELF, &usage);
-    // Linux counts in KiB.
-    return static_cast<int64_t>(usage.ru_maxrss) * 1024;
-  }
-  auto* allocator = counting_allocator(device);
-  if (allocator == nullptr) return 0;
-  using c10::CachingAllocator::StatType;
-  return allocator->getDeviceStats(device.index()).allocated_bytes[static_cast<size_t>(StatType::AGGREGATE)].peak;
+  if (device.type() != kHost) return allocated_bytes(device).peak;
+  if (host_memory::is_counted()) return host_memory::peak_bytes();
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  // Linux counts in KiB.
+  return static_cast<int64_t>(usage.ru_maxrss) * 1024;
 }
 
 void reset_peak_memory(c10::Device device) {
-  if (device.type() == kHost) return;
+  if (device.type() == kHost) return host_memory::reset_peak();
   if (auto* allocator = counting_allocator(device)) allocator->resetPeakStats(device.index());
 }
 

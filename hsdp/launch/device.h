@@ -14,10 +14,18 @@ c10::Device current_device(c10::DeviceType type);
 /// Makes a device the current one of the calling thread.
 void set_device(c10::Device device);
 
-/// Highest number of bytes in use: on the host of the whole process since it started, on a device those of its
-/// allocator since the last reset, or 0 where that keeps no count.
+/// Counts the bytes of tensors on the host from now on, for memory_bytes and peak_memory_bytes. Once in a process,
+/// before tensors are made, which would not be counted; a second call does nothing. Page-locked and mapped memory is
+/// not counted.
+void count_host_memory();
+
+/// Number of bytes in use now: those of the device's allocator, or 0 where nothing counts them, as on the host before
+/// count_host_memory().
+int64_t memory_bytes(c10::Device device);
+/// Highest number of bytes in use since the last reset: those of the device's allocator, or 0 where that keeps no
+/// count. On the host before count_host_memory(): the resident size of the whole process since it started.
 int64_t peak_memory_bytes(c10::Device device);
-/// Starts a new measurement on a device; the operating system keeps the host's.
+/// Starts a new measurement, from what is in use now. The operating system keeps the host's where nothing is counted.
 void reset_peak_memory(c10::Device device);
 
 }  // namespace hsdp

@@ -7,7 +7,7 @@
 
 #include "dtensor/dtensor.h"
 #include "hsdp/hsdp.h"
-#include "tests/testing/counting_allocator.h"
+#include "hsdp/launch/device.h"
 #include "tests/testing/multi_process.h"
 
 namespace {
@@ -201,9 +201,9 @@ Outcome train(torch::nn::Module& net, const Forward& forward) {
     auto x = torch::randn({kRows, kWidth}).set_requires_grad(true), y = torch::randn({kRows, kWidth});
     optimizer.zero_grad();
     dtensor::reset_collective_counts();
-    const auto before = CountingAllocator::alive();
+    const auto before = hsdp::memory_bytes(at::kCPU);
     auto loss = torch::mse_loss(forward(x), y);
-    outcome.saved = CountingAllocator::alive() - before;
+    outcome.saved = hsdp::memory_bytes(at::kCPU) - before;
     loss.backward();
     outcome.gathers = dtensor::collective_counts().all_gathers;
     outcome.tensors[name + "loss"] = loss.detach();
@@ -251,7 +251,7 @@ TEST_P(ActivationCheckpoint, TrainsBitForBitAsWithoutInLessMemory) {
   const auto& [ranks, kind] = GetParam();
   run_ranks(ranks, [kind = kind](RankContext& context) {
     torch::set_default_dtype(torch::scalarTypeToTypeMeta(torch::kFloat64));
-    CountingAllocator::install();
+    hsdp::count_host_memory();
     const auto plain = train(context, kind, Mode::plain);
     const bool writes = kind == Kind::buffers || kind == Kind::batch_norm;
     if (!writes) {

@@ -9,7 +9,7 @@
 #include "dtensor/dtensor.h"
 #include "dtensor/error.h"
 #include "hsdp/hsdp.h"
-#include "tests/testing/counting_allocator.h"
+#include "hsdp/launch/device.h"
 #include "tests/testing/expect.h"
 #include "tests/testing/habit.h"
 
@@ -167,11 +167,11 @@ TEST(Checkpoint, OutsideOfGradModeIsAPlainCall) {
 
 TEST(Checkpoint, NestsAndKeepsInputsOfInnerOnesNoLonger) {
   alone([] {
-    CountingAllocator::install();
+    hsdp::count_host_memory();
     int64_t outer = 0, middle = 0, inner = 0;
     auto x = leaf({50, 50});
     const auto expected = torch::autograd::grad({chain(chain(chain(torch::tanh(x)))).sum()}, {x})[0];
-    const auto before = CountingAllocator::alive();
+    const auto before = hsdp::memory_bytes(at::kCPU);
     auto y = hsdp::checkpoint(
         [&](Tensor a) {
           ++outer;
@@ -189,7 +189,7 @@ TEST(Checkpoint, NestsAndKeepsInputsOfInnerOnesNoLonger) {
         },
         x);
     // The result, and generator states.
-    EXPECT_LE(CountingAllocator::alive() - before, 50 * 50 * 8 + 40000);
+    EXPECT_LE(hsdp::memory_bytes(at::kCPU) - before, 50 * 50 * 8 + 40000);
     EXPECT_TRUE(torch::equal(torch::autograd::grad({y.sum()}, {x})[0], expected));
     EXPECT_EQ(outer, 2);
     EXPECT_EQ(middle, 3);
@@ -199,7 +199,7 @@ TEST(Checkpoint, NestsAndKeepsInputsOfInnerOnesNoLonger) {
 
 TEST(Checkpoint, GraphsThatAreRetainedTakenInPartsOrDifferentiatedTwice) {
   alone([] {
-    CountingAllocator::install();
+    hsdp::count_host_memory();
     auto x = leaf({50, 50}), z = leaf({50, 50});
     int64_t runs = 0;
     const auto call = [&](Tensor a, Tensor b) {
@@ -210,18 +210,18 @@ TEST(Checkpoint, GraphsThatAreRetainedTakenInPartsOrDifferentiatedTwice) {
     runs = 0;
     {
       auto loss = hsdp::checkpoint(call, x, z).sum();
-      const auto saved = CountingAllocator::alive();
+      const auto saved = hsdp::memory_bytes(at::kCPU);
       for (int i = 0; i < 3; ++i) {
         {
           const auto gradients = torch::autograd::grad({loss}, {x, z}, {}, /*retain_graph=*/true);
           EXPECT_TRUE(torch::equal(gradients[0], expected[0]));
         }
         EXPECT_EQ(runs, 2 + i);
-        EXPECT_EQ(CountingAllocator::alive(), saved) << "what was computed again goes with the backward";
+        EXPECT_EQ(hsdp::memory_bytes(at::kCPU), saved) << "what was computed again goes with the backward";
       }
       // In parts: z alone leaves the node of tanh(a) out.
       EXPECT_TRUE(torch::equal(torch::autograd::grad({loss}, {z}, {}, true)[0], expected[1]));
-      EXPECT_EQ(CountingAllocator::alive(), saved);
+      EXPECT_EQ(hsdp::memory_bytes(at::kCPU), saved);
       EXPECT_TRUE(torch::equal(torch::autograd::grad({loss}, {x}, {})[0], expected[0]));
     }
     // Two runs before either backward.
@@ -284,11 +284,11 @@ TEST(Checkpoint, InsideASecondRunOfAnotherKind) {
 
 TEST(Checkpoint, MemoryGoesNodeByNode) {
   alone([] {
-    CountingAllocator::install();
+    hsdp::count_host_memory();
     const int64_t bytes = 100 * 100 * 8;
     auto x = leaf({100, 100});
     int64_t with = 0, during = 0;
-    const auto before = CountingAllocator::alive();
+    const auto before = hsdp::memory_bytes(at::kCPU);
     {
       auto y = hsdp::checkpoint(
           [](Tensor t) {
@@ -296,17 +296,17 @@ TEST(Checkpoint, MemoryGoesNodeByNode) {
             return t;
           },
           x);
-      with = CountingAllocator::alive() - before;
+      with = hsdp::memory_bytes(at::kCPU) - before;
       auto graph = y.sum();
       x.register_hook([&](const Tensor& gradient) {
-        during = CountingAllocator::alive() - before;
+        during = hsdp::memory_bytes(at::kCPU) - before;
         return gradient;
       });
       graph.backward();
     }
     EXPECT_LT(with, bytes + 20000);  // The result; saved without it: ten.
     EXPECT_LT(during, 4 * bytes);    // At the last node: nothing is left of what the second run saved.
-    EXPECT_LT(CountingAllocator::alive() - before, bytes + 20000);  // The gradient.
+    EXPECT_LT(hsdp::memory_bytes(at::kCPU) - before, bytes + 20000);  // The gradient.
   });
 }
 

@@ -7,7 +7,7 @@
 #include "dtensor/dtensor.h"
 #include "dtensor/error.h"
 #include "hsdp/hsdp.h"
-#include "tests/testing/counting_allocator.h"
+#include "hsdp/launch/device.h"
 #include "tests/testing/expect.h"
 #include "tests/testing/multi_process.h"
 
@@ -120,7 +120,7 @@ class CheckpointedUnits : public ::testing::TestWithParam<int> {
     const int ranks = mesh.empty() ? GetParam() : static_cast<int>(c10::multiply_integers(mesh));
     run_ranks(ranks, [&](RankContext& context) {
       torch::set_default_dtype(torch::scalarTypeToTypeMeta(torch::kFloat64));
-      CountingAllocator::install();
+      hsdp::count_host_memory();
       if (!mesh.empty()) options.mesh = context.environment().make_mesh(mesh, {"replicate", "shard"});
       Model expected(context, options);
       options.activation_checkpoint = hsdp::each<Layer>();
@@ -145,9 +145,9 @@ class CheckpointedUnits : public ::testing::TestWithParam<int> {
       int64_t saved[2];
       for (auto* one : {&expected, &model}) {
         const Batch batch(9);
-        const auto before = CountingAllocator::alive();
+        const auto before = hsdp::memory_bytes(at::kCPU);
         const auto y = one->forward(batch.x);
-        saved[one == &model] = CountingAllocator::alive() - before;
+        saved[one == &model] = hsdp::memory_bytes(at::kCPU) - before;
       }
       EXPECT_LT(static_cast<double>(saved[1]), share * static_cast<double>(saved[0]));
     });
@@ -180,16 +180,16 @@ TEST_P(CheckpointedUnits, GatherAndFreeAsWithoutIt) {
 TEST_P(CheckpointedUnits, OnlyThosePicked) {
   run_ranks(GetParam(), [](RankContext& context) {
     torch::set_default_dtype(torch::scalarTypeToTypeMeta(torch::kFloat64));
-    CountingAllocator::install();
+    hsdp::count_host_memory();
     // Large beside gathered units and generator states.
     const int64_t rows = 20 * kRows, layer = rows * kWidth * 8;
     const auto saved_with = [&](const hsdp::UnitSelector& picked) {
       Model model(context, {.activation_checkpoint = picked});
       const Batch batch(0, rows);
       loss_of(model, batch).backward();
-      const auto before = CountingAllocator::alive();
+      const auto before = hsdp::memory_bytes(at::kCPU);
       const auto y = model.forward(batch.x);
-      return CountingAllocator::alive() - before;
+      return hsdp::memory_bytes(at::kCPU) - before;
     };
     const auto none = saved_with({}), one = saved_with(hsdp::each("layers.1")),
                all = saved_with(hsdp::each("layers.*"));

@@ -97,6 +97,25 @@ TEST(Order, OfForwardAndBackwardForEachReshardSetting) {
   }
 }
 
+TEST(Order, WithoutPrefetchIsThatOfReads) {
+  run_ranks(2, [](RankContext& context) {
+    Sharded sharded(context, {.reshard_after_forward = true, .prefetch = false});
+    for (int step = 0; step < 3; ++step) {
+      auto y = sharded.model->forward(inputs());
+      EXPECT_EQ(sharded.trace.take(), kFirstForward + " -root -2") << step;
+      y.sum().backward();
+      EXPECT_EQ(sharded.trace.take(), "+root -root =root +2 -2 =2 +1 -1 =1 +0 -0 =0") << step;
+    }
+    // Lists are wishes of their own.
+    sharded.unit("0").set_modules_to_forward_prefetch({sharded.unit("1")});
+    sharded.unit("1").set_modules_to_backward_prefetch({sharded.unit("0")});
+    auto y = sharded.model->forward(inputs());
+    EXPECT_EQ(sharded.trace.take(), "+0 +1 -0 -1 +2 +root -root -2");
+    y.sum().backward();
+    EXPECT_EQ(sharded.trace.take(), "+root -root =root +2 -2 =2 +1 +0 -1 =1 -0 =0");
+  });
+}
+
 TEST(Order, OfABackwardInsideTheForwardScope) {
   run_ranks(2, [](RankContext& context) {
     Sharded sharded(context, {.reshard_after_forward = true});
@@ -262,6 +281,47 @@ TEST(Prefetch, OfTheWrongUnitsTrainsTheSame) {
         EXPECT_FALSE(unit->is_gathered() || unit->is_gathering()) << unit->name();
     }
     twins.expect_equal_parameters(1e-12);
+  });
+}
+
+TEST(Prefetch, OffTrainsBitForBitTheSameInLessMemory) {
+  run_ranks(3, [](RankContext& context) {
+    struct Outcome {
+      std::vector<torch::Tensor> losses, shards;
+      dtensor::CollectiveCounts counts;
+      int64_t units;
+    };
+    const auto train = [&](bool prefetch) {
+      torch::manual_seed(3);
+      Sharded sharded(context, {.reshard_after_forward = true, .prefetch = prefetch});
+      torch::optim::SGD optimizer(sharded.model->parameters(), 0.1);
+      Outcome outcome;
+      dtensor::reset_collective_counts();
+      for (int64_t step = 0; step < 4; ++step) {
+        optimizer.zero_grad();
+        auto loss = sharded.model->forward(inputs() + context.rank() + step).square().mean();
+        loss.backward();
+        optimizer.step();
+        outcome.losses.push_back(loss.detach());
+      }
+      outcome.counts = dtensor::collective_counts();
+      outcome.units = sharded.scheduler->peaks().units_without_ancestors;
+      for (auto& unit : sharded.model.core()->units()) {
+        for (auto& parameter : unit->parameters()) outcome.shards.push_back(parameter.padded_shard().clone());
+      }
+      return outcome;
+    };
+    const auto on = train(true), off = train(false);
+    for (size_t step = 0; step < on.losses.size(); ++step) {
+      EXPECT_TRUE(torch::equal(on.losses[step], off.losses[step])) << step;
+    }
+    EXPECT_FALSE(torch::equal(on.losses.front(), on.losses.back())) << "it trains";
+    ASSERT_EQ(on.shards.size(), off.shards.size());
+    for (size_t i = 0; i < on.shards.size(); ++i) EXPECT_TRUE(torch::equal(on.shards[i], off.shards[i])) << i;
+    EXPECT_EQ(on.counts.all_gathers, off.counts.all_gathers);
+    EXPECT_EQ(on.counts.all_gather_bytes, off.counts.all_gather_bytes);
+    EXPECT_EQ(on.units, 2);
+    EXPECT_EQ(off.units, 1);
   });
 }
 

@@ -70,6 +70,54 @@ TEST_F(HsdpTrain, TrainsAloneAndOnSeveralRanksAlike) {
   }
 }
 
+TEST_F(HsdpTrain, MetricsHoldTheCollectivesOfTheirStepAlone) {
+  // Parameters of the root (embedding, head, norm), which is gathered once a step, and of the blocks, gathered twice.
+  const int root = 2 * 256 * 16 + 16, blocks = 13392 - root;
+  const int signatures = 2 * 4 * 8;  // of two ranks, beside each gather
+  const nlohmann::json sharded = {{"all_gathers", 1 + 2 * 2},
+                                  {"reduce_scatters", 3},
+                                  {"all_reduces", 1},  // of the norm
+                                  {"broadcasts", 0},
+                                  {"all_gather_bytes", 4 * (root + 2 * blocks) + 5 * signatures},
+                                  {"reduce_scatter_bytes", 4 * 13392},
+                                  {"all_reduce_bytes", 84}};
+  nlohmann::json alone;
+  for (const auto& [key, value] : sharded.items()) alone[key] = 0;
+  for (const auto& [count, expected] : {std::pair{1, alone}, {2, sharded}}) {
+    // Saving and steps that are not logged leave no trace.
+    expect_success(run(count, with_settings({"metrics.log_every=2", "checkpoint.folder=kept" + std::to_string(count),
+                                             "checkpoint.every=1"})));
+    const auto objects = metrics("run");
+    ASSERT_EQ(objects.size(), 4u);
+    for (const auto& object : objects) EXPECT_EQ(object.at("collectives"), expected) << object.at("step");
+  }
+}
+
+TEST_F(HsdpTrain, MemoryIsCountedInTensorsWhereItIsWished) {
+  const auto peaks_of = [&](const std::string& count) {
+    expect_success(run(2, with_settings({"metrics.count_memory=" + count, "training.sequence_length=16"})));
+    std::vector<int64_t> peaks;
+    for (const auto& object : metrics("run")) peaks.push_back(object.at("peak_memory_bytes"));
+    return peaks;
+  };
+  const auto counted = peaks_of("true"), resident = peaks_of("false");
+  const int64_t shards = 13392 / 2 * 4;
+  for (const auto peak : counted) {
+    EXPECT_GT(peak, 4 * shards) << "weights, gradients and two moments";
+    EXPECT_LT(peak, 60 * shards);
+  }
+  EXPECT_EQ(counted[2], counted[5]) << "a step needs what the one before it needed";
+  EXPECT_GT(resident.front(), 20 * counted.front()) << "a process is more than its tensors";
+}
+
+TEST_F(HsdpTrain, TellsTheVersionsOfWhatItIsMadeOf) {
+  const auto result = run_process(program({"--version"}));
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_EQ(result.err, "");
+  EXPECT_THAT(result.out, ::testing::MatchesRegex("hsdp 0\\.1\\.0\ntorch 2\\.11\\.[0-9]+\ngloo yes\n"
+                                                  "nccl (none|[0-9]+\\.[0-9.]+)\ncuda (none|[0-9]+\\.[0-9]+)\n"));
+}
+
 TEST_F(HsdpTrain, ResolvedConfigurationRunsAgainToTheSameLosses) {
   const auto first = run(2, {"--config", "config.yaml", "--set", "optimizer.lr=0.02", "--set", "training.seed=5",
                              "--set", "metrics.folder=first"});
@@ -161,6 +209,7 @@ INSTANTIATE_TEST_SUITE_P(
              "shard=2",
              1e-2},
         Mode{"KeptAfterForward", 2, "", {"parallelism.reshard_after_forward=false"}, "shard=2"},
+        Mode{"GatheredWhenRead", 2, "", {"parallelism.prefetch=false"}, "shard=2"},
         Mode{"KeptAmongNeighbours", 4, "", {"parallelism.reshard_after_forward=2"}, "shard=4"},
         Mode{"Accumulation", 2, "", {"training.gradient_accumulation=4"}, "shard=2"},
         Mode{"AccumulationInTheHybrid", 4, "hybrid.yaml", {"training.gradient_accumulation=2"}, "replicate=2, shard=2"},

@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "hsdp/hsdp.h"
-#include "tests/testing/counting_allocator.h"
+#include "hsdp/launch/device.h"
 #include "tests/testing/multi_process.h"
 
 namespace {
@@ -21,10 +21,10 @@ constexpr int64_t kSlack = 96 * 1024;                      // activations of one
 // Bytes that are alive beyond `start`, once the group's own thread has let go of what it sent, or after two seconds.
 int64_t settled(int64_t start, int64_t bound) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(2);
-  while (CountingAllocator::alive() - start > bound && std::chrono::steady_clock::now() < end) {
+  while (hsdp::memory_bytes(at::kCPU) - start > bound && std::chrono::steady_clock::now() < end) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  return CountingAllocator::alive() - start;
+  return hsdp::memory_bytes(at::kCPU) - start;
 }
 
 struct ChainImpl : torch::nn::Module {
@@ -53,7 +53,7 @@ TEST_P(Bytes, OfAStepAreThoseOfFewUnits) {
   int64_t ranks = 1;
   for (auto size : c.mesh) ranks *= size;
   run_ranks(static_cast<int>(ranks), [&](RankContext& context) {
-    CountingAllocator::install();
+    hsdp::count_host_memory();
     auto mesh = context.environment().make_mesh(c.mesh, {"replicate", "shard"});
     auto net = hsdp::meta_init([] { return Chain(); });
     auto model = hsdp::fully_shard(net, {.mesh = mesh, .units = hsdp::each("blocks.*"), .reshard_after_forward = true});
@@ -63,17 +63,17 @@ TEST_P(Bytes, OfAStepAreThoseOfFewUnits) {
     for (int step = 0; step < 3; ++step) {
       optimizer.zero_grad();
       auto x = torch::ones({1, kWidth}).set_requires_grad(true);
-      const auto start = CountingAllocator::alive();
-      CountingAllocator::start_peak();
+      const auto start = hsdp::memory_bytes(at::kCPU);
+      hsdp::reset_peak_memory(at::kCPU);
       auto loss = model->forward(x).sum();
-      const auto forward = CountingAllocator::peak() - start;
+      const auto forward = hsdp::peak_memory_bytes(at::kCPU) - start;
       // The first forward compares the replicas as well.
       if (step > 0) {
         EXPECT_LE(forward, c.forward_units * kUnit + kSlack) << "forward " << step;
       }
       EXPECT_LE(settled(start, kSlack), kSlack) << "after forward " << step;
       loss.backward();
-      const auto backward = CountingAllocator::peak() - start;
+      const auto backward = hsdp::peak_memory_bytes(at::kCPU) - start;
       if (step > 0) {
         EXPECT_LE(backward, c.backward_units * kUnit + shards + kSlack) << "backward " << step;
       }

@@ -14,8 +14,8 @@
 #include "dtensor/communicator.h"
 #include "dtensor/error.h"
 #include "hsdp/hsdp.h"
+#include "hsdp/launch/device.h"
 #include "tests/testing/checkpoint_run.h"
-#include "tests/testing/counting_allocator.h"
 #include "tests/testing/expect.h"
 #include "tests/testing/multi_process.h"
 #include "tests/testing/scratch_folder.h"
@@ -263,15 +263,15 @@ TEST(ModelFilesMemory, IsThatOfTheShards) {
   }
   write_bytes(folder / "model.safetensors", safetensors_bytes(parts, false));
   run_ranks(2, [&](RankContext& context) {
-    CountingAllocator::install();
+    hsdp::count_host_memory();
     auto net = hsdp::meta_init([] { return std::make_shared<Layers>(); });
     auto model = hsdp::fully_shard(net, {.mesh = context.environment().mesh()});
     const auto shards = kLayers * kLayer / 2;
     const auto peak_of = [&](const std::function<void()>& call) {
-      const auto start = CountingAllocator::alive();
-      CountingAllocator::start_peak();
+      const auto start = hsdp::memory_bytes(at::kCPU);
+      hsdp::reset_peak_memory(at::kCPU);
       call();
-      return CountingAllocator::peak() - start;
+      return hsdp::peak_memory_bytes(at::kCPU) - start;
     };
     EXPECT_LE(peak_of([&] { hsdp::load(model, folder.path()); }), shards + kSlack);
     // Over values that must stay until all others are there.

@@ -69,6 +69,8 @@ TEST(Config, ReadsValuesAndFillsInDefaults) {
   EXPECT_EQ(config.training.max_norm, 1.0);
   EXPECT_EQ(config.parallelism.shard, -1);
   EXPECT_EQ(config.parallelism.reshard_after_forward, std::nullopt);
+  EXPECT_TRUE(config.parallelism.prefetch);
+  EXPECT_FALSE(config.metrics.count_memory);
   EXPECT_EQ(config.training.gradient_accumulation, 1);
   EXPECT_TRUE(config.training.activation_checkpoint.empty());
   EXPECT_EQ(config.mixed_precision.param_dtype, std::nullopt);
@@ -92,13 +94,13 @@ model: {vocab_size: 256, hidden_size: 64, intermediate_size: 96, n_layers: 3, n_
 data: {path: "a b.bin", format: bytes}
 training: {steps: 7, global_batch_size: 6, gradient_accumulation: 3, sequence_length: 100, seed: 3, max_norm: 0,
            activation_checkpoint: [model.layers.0], sample_bytes: 5, sample_prompt: "# ", sample_temperature: 0.5}
-parallelism: {replicate: 3, shard: 2, reshard_after_forward: false}
+parallelism: {replicate: 3, shard: 2, reshard_after_forward: false, prefetch: false}
 mixed_precision: {param_dtype: float16, reduce_dtype: float32, output_dtype: bfloat16}
 offload: {to_host: true, pin_memory: false}
 grad_scaler: {enabled: false, scale: 1024, growth_interval: 5}
 optimizer: {name: sgd, lr: 1, weight_decay: 0, no_decay: ["**.bias", table.weight, 'x: "y"'], beta1: 0.8, beta2: 0.9, eps: 1e-7, momentum: 0.9}
 lr_schedule: {warmup_steps: 3, decay: linear, min_lr_factor: 0.25}
-metrics: {folder: out, log_every: 5}
+metrics: {folder: out, log_every: 5, count_memory: true}
 checkpoint: {folder: kept, every: 0, keep_latest: 3, keep_every: 100, load: step-300, async: true, weights: model.pt}
 comm: {backend: gloo, timeout_seconds: 20}
 )",
@@ -118,6 +120,7 @@ comm: {backend: gloo, timeout_seconds: 20}
   EXPECT_EQ(config.parallelism.replicate, 3);
   EXPECT_EQ(config.parallelism.shard, 2);
   EXPECT_EQ(config.parallelism.reshard_after_forward, Reshard(false));
+  EXPECT_FALSE(config.parallelism.prefetch);
   EXPECT_EQ(config.mixed_precision.param_dtype, c10::ScalarType::Half);
   EXPECT_EQ(config.mixed_precision.reduce_dtype, c10::ScalarType::Float);
   EXPECT_EQ(config.mixed_precision.output_dtype, c10::ScalarType::BFloat16);
@@ -138,6 +141,7 @@ comm: {backend: gloo, timeout_seconds: 20}
   EXPECT_EQ(config.lr_schedule.min_lr_factor, 0.25);
   EXPECT_EQ(config.metrics.folder, "out");
   EXPECT_EQ(config.metrics.log_every, 5);
+  EXPECT_TRUE(config.metrics.count_memory);
   EXPECT_EQ(config.checkpoint.folder, "kept");
   EXPECT_EQ(config.checkpoint.every, 0);
   EXPECT_EQ(config.checkpoint.keep_latest, 3);
@@ -161,6 +165,7 @@ TEST(Config, TheWrittenConfigurationReadsBackToItself) {
       {"training.seed=9223372036854775807"},
       {"parallelism.replicate=2", "parallelism.reshard_after_forward=4", "training.gradient_accumulation=8"},
       {"parallelism.reshard_after_forward=false", "training.activation_checkpoint=full", "grad_scaler.enabled=true"},
+      {"parallelism.prefetch=false", "metrics.count_memory=true"},
       {R"(training.activation_checkpoint=["**.1", "full"])", "offload.to_host=true", "offload.pin_memory=false"},
       {"mixed_precision.param_dtype=float16", "mixed_precision.reduce_dtype=float32", "grad_scaler.scale=0.5"},
       {"checkpoint.folder=a b", "checkpoint.load=step-0", "checkpoint.weights=none", "checkpoint.async=true"},
@@ -272,7 +277,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadValue{"  steps: 10", "  steps: 10\n  lr: 1",
                  "c.yaml:13:3: training.lr: unknown key; did you mean optimizer.lr?"},
         BadValue{"  folder: runs/test", "  folder: runs/test\n  tensorboard: true",
-                 "c.yaml:19:3: metrics.tensorboard: unknown key; metrics has folder, log_every"},
+                 "c.yaml:19:3: metrics.tensorboard: unknown key; metrics has folder, log_every, count_memory"},
         BadValue{
             "metrics:", "modle: {a: 1, b: 2}\nmetrics:", "c.yaml:17:1: modle: unknown section; did you mean model?"},
         BadValue{

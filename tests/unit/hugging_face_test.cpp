@@ -15,7 +15,7 @@
 #include "dtensor/error.h"
 #include "hsdp/checkpoint/stored_reader.h"
 #include "hsdp/checkpoint/stored_tensors.h"
-#include "tests/testing/counting_allocator.h"
+#include "hsdp/launch/device.h"
 #include "tests/testing/expect.h"
 #include "tests/testing/multi_process.h"
 #include "tests/testing/scratch_folder.h"
@@ -383,13 +383,13 @@ TEST_F(Consolidate, HoldsOneTensorAtATime) {
   write_manifest();
   run_ranks(1,
             [&](RankContext&) {
-              CountingAllocator::install();
+              hsdp::count_host_memory();
               const auto peak_of = [&](const std::string& folder, const hsdp::HuggingFaceOptions& options) {
-                const auto start = CountingAllocator::alive();
-                CountingAllocator::start_peak();
+                const auto start = hsdp::memory_bytes(at::kCPU);
+                hsdp::reset_peak_memory(at::kCPU);
                 hsdp::consolidate(from.path(), to / folder, options);
-                EXPECT_EQ(CountingAllocator::alive(), start);
-                return CountingAllocator::peak() - start;
+                EXPECT_EQ(hsdp::memory_bytes(at::kCPU), start);
+                return hsdp::peak_memory_bytes(at::kCPU) - start;
               };
               const auto same = peak_of("same", {});
               EXPECT_GE(same, kBytes) << "the count saw a tensor";

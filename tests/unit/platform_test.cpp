@@ -25,11 +25,12 @@ const std::map<std::string, Words>& platform_files() {
       // What "the host" is.
       {"hsdp/host.h", {"cpu"}},
       {"hsdp/launch/backend_builtin.cpp", {"gloo", "nccl"}},
-      {"hsdp/launch/backend_builtin.h", {"gloo", "nccl"}},
+      {"hsdp/launch/backend_builtin.h", {"cuda", "gloo", "nccl"}},
       {"hsdp/launch/backend_gloo.cpp", {"cpu", "gloo"}},
       {"hsdp/launch/backend_nccl.cpp", {"cuda", "nccl"}},
       {"hsdp/launch/backend_no_gloo.cpp", {"cpu", "gloo"}},
       {"hsdp/launch/backend_no_nccl.cpp", {"cuda", "gloo", "nccl"}},
+      {"hsdp/launch/versions.cpp", {"cuda", "gloo", "nccl"}},
   };
   return files;
 }

@@ -15,7 +15,7 @@
 
 #include "dtensor/error.h"
 #include "hsdp/hsdp.h"
-#include "tools/bench/counting_allocator.h"
+#include "hsdp/launch/device.h"
 #include "tools/bench/gpt.h"
 #include "tools/bench/median.h"
 #include "tools/bench/ranks.h"
@@ -96,10 +96,10 @@ void run_alone(const Arguments& arguments, const GptConfig& config, const Rank& 
   // Gradients are there already, so that what comes on top are activations and what operators need for a moment.
   const auto ids = torch::randint(kVocab, {arguments.batch, arguments.sequence}, torch::kLong);
   loss_of(forward, ids).backward();
-  const auto before = tensor_bytes();
-  reset_peak_tensor_bytes();
+  const auto before = hsdp::memory_bytes(at::kCPU);
+  hsdp::reset_peak_memory(at::kCPU);
   loss_of(forward, ids).backward();
-  line["activation_mib"] = double(peak_tensor_bytes() - before) / kMebi;
+  line["activation_mib"] = double(hsdp::peak_memory_bytes(at::kCPU) - before) / kMebi;
 }
 
 void add_counts(Json& line, const Arguments& arguments) {
@@ -143,7 +143,7 @@ void run_sharded(const Arguments& arguments, const GptConfig& config, const Rank
       [&] {
         dtensor::reset_collective_counts();
         scheduler->reset_peaks();
-        reset_peak_tensor_bytes();
+        hsdp::reset_peak_memory(at::kCPU);
       });
   line["peak_rss_mib"] = peak_rss_mib();
   line["units"] = units.size();
@@ -151,7 +151,7 @@ void run_sharded(const Arguments& arguments, const GptConfig& config, const Rank
   line["peak_gathered_units"] = scheduler->peaks().units;
   line["shard_mib"] = double(shard_bytes) / kMebi;
   line["two_units_mib"] = double(unit_bytes[0] + (unit_bytes.size() > 1 ? unit_bytes[1] : 0)) / kMebi;
-  if (arguments.memory) line["peak_tensor_mib"] = double(peak_tensor_bytes()) / kMebi;
+  if (arguments.memory) line["peak_tensor_mib"] = double(hsdp::peak_memory_bytes(at::kCPU)) / kMebi;
   add_counts(line, arguments);
   hsdp::shutdown();
 }
@@ -193,7 +193,7 @@ int main(int argc, char** argv) {
   number("--steps", arguments.steps, "counted steps, after a few to warm up");
   app.add_flag("--memory", arguments.memory, "count the bytes of tensors as well");
   CLI11_PARSE(app, argc, argv);
-  if (arguments.memory) bench::count_tensor_bytes();
+  if (arguments.memory) hsdp::count_host_memory();
   const bool fine =
       bench::run_ranks(arguments.ranks, [&](const bench::Rank& rank) { bench::run_mode(arguments, rank); });
   return fine ? 0 : 1;

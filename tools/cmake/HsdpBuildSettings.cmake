@@ -8,6 +8,8 @@ target_compile_options(hsdp_warnings INTERFACE
   -Wall -Wextra -Wshadow -Wnon-virtual-dtor -Woverloaded-virtual -Wsuggest-override
   # GCC 12 reports std::string operator+ of two short literals.
   $<$<CXX_COMPILER_ID:GNU>:-Wno-restrict>
+  # In a unity build every source is an included file, where GCC reports anonymous namespaces.
+  $<$<AND:$<CXX_COMPILER_ID:GNU>,$<BOOL:${CMAKE_UNITY_BUILD}>>:-Wno-subobject-linkage>
   $<$<BOOL:${HSDP_WARNINGS_AS_ERRORS}>:-Werror>)
 
 add_library(hsdp_build_settings INTERFACE)
@@ -34,13 +36,22 @@ if(HSDP_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
   target_compile_options(hsdp_build_settings INTERFACE $<$<CXX_COMPILER_ID:GNU>:-fpch-preprocess>)
 endif()
 
-# Gives `target` the common settings and the shared precompiled header.
+# Gives `target` the common settings and the shared precompiled header; TEST: those of a test.
 function(hsdp_configure_target target)
+  cmake_parse_arguments(PARSE_ARGV 1 this "TEST" "" "")
+  set(header hsdp_pch)
+  if(this_TEST AND TARGET hsdp_tests_pch)
+    set(header hsdp_tests_pch)
+    target_compile_options(${target} PRIVATE -O0)
+  endif()
+  if(this_TEST)
+    set_target_properties(${target} PROPERTIES UNITY_BUILD OFF)
+  endif()
   target_link_libraries(${target} PRIVATE $<BUILD_INTERFACE:hsdp_build_settings>)
   # LINK_DEPENDS_NO_SHARED: a change inside the library does not link every test again.
   set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF DEFINE_SYMBOL "" LINK_DEPENDS_NO_SHARED ON)
   if(hsdp_launcher)
     set_target_properties(${target} PROPERTIES CXX_COMPILER_LAUNCHER "${hsdp_launcher}")
   endif()
-  target_precompile_headers(${target} REUSE_FROM hsdp_pch)
+  target_precompile_headers(${target} REUSE_FROM ${header})
 endfunction()

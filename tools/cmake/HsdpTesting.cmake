@@ -24,7 +24,7 @@ function(hsdp_add_test name)
   endif()
   add_executable(${name} ${test_SOURCES})
   target_link_libraries(${name} PRIVATE hsdp_testing ${test_LIBS} GTest::gmock GTest::gtest_main)
-  hsdp_configure_target(${name})
+  hsdp_configure_target(${name} TEST)
 
   add_test(NAME ${test_LABEL}.${name} COMMAND ${name})
   set(labels ${test_LABEL})
