@@ -12,7 +12,7 @@ namespace {
 constexpr double kInitStd = 0.02;
 
 template <class... Parts>
-[[noreturn]] void refuse(const char* where, const Parts&... parts) {
+[[noreturn]] void refuse_call(const char* where, const Parts&... parts) {
   throw std::invalid_argument(c10::str("[", where, "] ", parts...));
 }
 
@@ -72,12 +72,12 @@ torch::Tensor TransformerImpl::head(const torch::Tensor& features) {
 
 torch::Tensor TransformerImpl::forward(const torch::Tensor& ids) {
   if (ids.dim() != 2 || ids.scalar_type() != torch::kInt64) {
-    refuse("Transformer::forward", "ids are ", ids.scalar_type(), " of shape ", ids.sizes(),
-           ", expected int64 token ids of shape (batch, length)");
+    refuse_call("Transformer::forward", "ids are ", ids.scalar_type(), " of shape ", ids.sizes(),
+                ", expected int64 token ids of shape (batch, length)");
   }
   if (ids.size(1) > config_.max_sequence_length) {
-    refuse("Transformer::forward", "ids have length ", ids.size(1), ", expected at most max_sequence_length ",
-           config_.max_sequence_length);
+    refuse_call("Transformer::forward", "ids have length ", ids.size(1), ", expected at most max_sequence_length ",
+                config_.max_sequence_length);
   }
   return head(model->forward(ids));
 }
@@ -85,12 +85,12 @@ torch::Tensor TransformerImpl::forward(const torch::Tensor& ids) {
 torch::Tensor TransformerImpl::generate(torch::Tensor ids, int64_t count, double temperature,
                                         std::optional<at::Generator> generator) {
   if (ids.dim() != 2 || ids.numel() == 0 || ids.scalar_type() != torch::kInt64) {
-    refuse("Transformer::generate", "ids are ", ids.scalar_type(), " of shape ", ids.sizes(),
-           ", expected at least one int64 token id in each row of (batch, length)");
+    refuse_call("Transformer::generate", "ids are ", ids.scalar_type(), " of shape ", ids.sizes(),
+                ", expected at least one int64 token id in each row of (batch, length)");
   }
   if (count < 0 || !(temperature >= 0.0) || std::isinf(temperature)) {
-    refuse("Transformer::generate", "count ", count, " and temperature ", temperature,
-           ", expected a count of 0 or more and a finite temperature of 0 or more");
+    refuse_call("Transformer::generate", "count ", count, " and temperature ", temperature,
+                ", expected a count of 0 or more and a finite temperature of 0 or more");
   }
   const torch::NoGradGuard no_grad;
   for (int64_t i = 0; i < count; ++i) {

@@ -182,7 +182,7 @@ void kill_after(RankContext& context, double saves, const std::vector<int>& vict
 
 int kills() {
   const auto* text = std::getenv("HSDP_KILLS");
-  return text == nullptr ? 20 : std::stoi(text);
+  return text == nullptr ? 6 : std::stoi(text);
 }
 
 TEST(Killed, AtRandomPoints) {
@@ -320,7 +320,11 @@ std::string name_of_each(const ::testing::TestParamInfo<AtEach>& info) {
   return std::string(async ? "Async" : "Sync") + "Rank" + std::to_string(victim) + (replaces ? "Replacing" : "New");
 }
 INSTANTIATE_TEST_SUITE_P(Calls, KilledAtEachDiskCall,
-                         ::testing::Combine(::testing::Bool(), ::testing::Values(0, 1), ::testing::Bool()),
+                         ::testing::Values(AtEach{false, 0, true}, AtEach{true, 0, false}, AtEach{false, 1, false}),
+                         name_of_each);
+INSTANTIATE_TEST_SUITE_P(Nightly, KilledAtEachDiskCall,
+                         ::testing::Values(AtEach{false, 0, false}, AtEach{true, 0, true}, AtEach{false, 1, true},
+                                           AtEach{true, 1, false}, AtEach{true, 1, true}),
                          name_of_each);
 
 }  // namespace

@@ -132,5 +132,11 @@ def read_config(path, overrides):
     return config
 
 
+def to_yaml(config):
+    """The configuration, defaults included, without the values that ask for nothing."""
+    sections = dict.fromkeys(name.split(".")[0] for name in config)
+    return yaml.safe_dump({section: section_of(config, section) for section in sections}, sort_keys=False)
+
+
 def section_of(config, section):
     return {name.split(".")[1]: value for name, value in config.items() if name.split(".")[0] == section}

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
-from fsdp2_config import DTYPES, Mistake, read_config, section_of
+from fsdp2_config import DTYPES, Mistake, read_config, section_of, to_yaml
 from fsdp2_model import Transformer
 from safetensors.torch import save_file
 from torch import nn
@@ -188,6 +188,7 @@ def train(config, data, device):
         folder = pathlib.Path(config["metrics.folder"])
         folder.mkdir(parents=True, exist_ok=True)
         save_file(weights, folder / "weights.safetensors")
+        (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         file = open(folder / "metrics.jsonl", "w", encoding="utf-8")
 
     own = data.rows // ranks

@@ -10,12 +10,13 @@ endif()
 # GoogleTest's closing lines when nothing passed, something was skipped, and nothing failed (failures are listed after these).
 set(hsdp_all_skipped "PASSED  . 0 tests.\n.  SKIPPED . [^\n]*listed below:\n(.  SKIPPED . [^\n]*\n)+$")
 
-# hsdp_add_test(name LABEL unit|multi|gpu|consumer [NIGHTLY] TIMEOUT seconds SOURCES file... [LIBS library...])
+# hsdp_add_test(name LABEL unit|multi|gpu|consumer [NIGHTLY_CASES] TIMEOUT seconds SOURCES file... [LIBS library...])
 #
 # `multi` tests fork ranks that talk over Gloo: they are given both cores, and a build without Gloo has none. A file of which
-# every case was skipped is reported as skipped, not as passed.
+# every case was skipped is reported as skipped, not as passed. Test suites that a file instantiates as `Nightly` are an entry
+# of their own, labelled nightly, if it says NIGHTLY_CASES.
 function(hsdp_add_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 test "NIGHTLY" "LABEL;TIMEOUT" "SOURCES;LIBS")
+  cmake_parse_arguments(PARSE_ARGV 1 test "NIGHTLY_CASES" "LABEL;TIMEOUT" "SOURCES;LIBS")
   if(NOT test_LABEL MATCHES "^(unit|multi|gpu|consumer)$" OR NOT test_TIMEOUT OR NOT test_SOURCES)
     message(FATAL_ERROR "[hsdp] hsdp_add_test(${name}) needs LABEL unit|multi|gpu|consumer, TIMEOUT and SOURCES.")
   endif()
@@ -26,15 +27,23 @@ function(hsdp_add_test name)
   target_link_libraries(${name} PRIVATE hsdp_testing ${test_LIBS} GTest::gmock GTest::gtest_main)
   hsdp_configure_target(${name} TEST)
 
-  add_test(NAME ${test_LABEL}.${name} COMMAND ${name})
-  set(labels ${test_LABEL})
-  if(test_NIGHTLY)
-    list(APPEND labels nightly)
+  set(entries ${test_LABEL}.${name})
+  if(test_NIGHTLY_CASES)
+    list(APPEND entries ${test_LABEL}.${name}_nightly)
+    add_test(NAME ${test_LABEL}.${name} COMMAND ${name} --gtest_filter=-Nightly/*)
+    add_test(NAME ${test_LABEL}.${name}_nightly COMMAND ${name} --gtest_filter=Nightly/*)
+  else()
+    add_test(NAME ${test_LABEL}.${name} COMMAND ${name})
   endif()
-  set_tests_properties(${test_LABEL}.${name} PROPERTIES
-    LABELS "${labels}" TIMEOUT ${test_TIMEOUT} SKIP_REGULAR_EXPRESSION "${hsdp_all_skipped}")
-  if(test_LABEL STREQUAL "multi")
-    set_tests_properties(${test_LABEL}.${name} PROPERTIES PROCESSORS 2)
+  foreach(entry IN LISTS entries)
+    set_tests_properties(${entry} PROPERTIES
+      LABELS ${test_LABEL} TIMEOUT ${test_TIMEOUT} SKIP_REGULAR_EXPRESSION "${hsdp_all_skipped}")
+    if(test_LABEL STREQUAL "multi")
+      set_tests_properties(${entry} PROPERTIES PROCESSORS 2)
+    endif()
+  endforeach()
+  if(test_NIGHTLY_CASES)
+    set_tests_properties(${test_LABEL}.${name}_nightly PROPERTIES LABELS "${test_LABEL};nightly")
   endif()
 endfunction()
 
