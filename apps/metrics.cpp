@@ -63,6 +63,7 @@ std::string to_json(const StepMetrics& metrics) {
   line["peak_memory_bytes"] = metrics.peak_memory_bytes;
   line["tokens"] = metrics.tokens;
   line["seconds"] = metrics.seconds;
+  line["ranks"] = metrics.ranks;
   const auto& counts = metrics.collectives;
   line["collectives"] = {
       {"all_gathers", counts.all_gathers},           {"reduce_scatters", counts.reduce_scatters},

@@ -28,6 +28,8 @@ struct StepMetrics {
   int64_t tokens = 0;
   /// Since training began. A run that goes on from a checkpoint adds to those of its last kept line.
   double seconds = 0.0;
+  /// That train together.
+  int64_t ranks = 1;
   /// Of this rank in this step alone: forwards, backwards, clipping, gradient scaler and optimizer. Not those that
   /// logging and checkpoints need, nor barriers; none alone, since a group of one rank communicates nothing. In the
   /// first step of a process copies of the parameters are compared as well.

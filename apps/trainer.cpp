@@ -209,6 +209,7 @@ void train(const Config& config, const hsdp::Environment& environment, const Dat
   while (progress.step < training.steps && !stopping) {
     StepMetrics metrics;
     metrics.step = progress.step + 1;
+    metrics.ranks = environment.world_size();
     metrics.lr = config.optimizer.lr * lr_factor(config.lr_schedule, progress.step, training.steps);
     set_lr(*optimizer, metrics.lr);
 

@@ -47,6 +47,7 @@ TEST_F(HsdpTrain, TrainsAloneAndOnSeveralRanksAlike) {
       }
       EXPECT_TRUE(objects[i].at("peak_memory_bytes").is_number_integer());
       EXPECT_EQ(objects[i].at("tokens"), (i + 1) * 6 * 32);
+      EXPECT_EQ(objects[i].at("ranks"), count);
     }
     // A text of a few words, repeated.
     EXPECT_NEAR(objects.front().at("loss"), std::log(256.0), 0.1);

@@ -59,6 +59,7 @@ class CaseLinesTest(unittest.TestCase):
             seconds=61,
             runs=[*runs, Run(pathlib.Path("o"), "c", [0, 0], 1.0)],
             log_tail=["first", "", "last"],
+            telling_run=runs[1],
             command="tools/regress cpu.yaml --only a",
         )
         self.assertEqual(

@@ -227,6 +227,7 @@ def train(config, data, device):
             "peak_memory_bytes": int(peak.item()),
             "tokens": step * tokens,
             "seconds": seconds,
+            "ranks": ranks,
         }
         logged_seconds, logged_step = seconds, step
         if file:

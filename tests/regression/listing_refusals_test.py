@@ -80,9 +80,9 @@ class RefusedFiles(ListTest):
         )
 
     def test_a_file_that_is_broken_makes_no_name_unknown(self):
-        self.refuses("include: [one.yaml]\ncases: [{name: a, base: b, equals: {case: c, loss: 1}}]\n",
+        self.refuses("include: [one.yaml]\ncases: [{name: a, base: b, equals: {case: c, loss: 0}}]\n",
                      "one.yaml:1:1: the file is empty, expected a map with cases", one="")
-        self.refuses("cases:\n- {config: c.yaml}\n- {name: a, config: c.yaml, equals: {case: c, loss: 1}}\n",
+        self.refuses("cases:\n- {config: c.yaml}\n- {name: a, config: c.yaml, equals: {case: c, loss: 0}}\n",
                      "2:3: case: 'name' is missing, expected a name")
 
 
@@ -165,7 +165,7 @@ class RefusedKeys(ListTest):
 
 class RefusedValues(ListTest):
     def test_values_that_do_not_fit(self):
-        relative = "expected a finite number of at least 0, or bitwise"
+        relative = "expected a finite number of at least 0 and at most 0.99, or bitwise"
         week = "expected a finite number above 0 and at most 604800"
         for line, column, what in (
             ("ranks: 0", 10, f"ranks: got '0', {INT}"),
@@ -220,6 +220,7 @@ class RefusedValues(ListTest):
             ("golden: {loss: .nan}", 18, f"golden.loss: got '.nan', {relative}"),
             ("golden: {loss: nan}", 18, f"golden.loss: got 'nan', {relative}"),
             ("golden: {loss: 1e999}", 18, f"golden.loss: got '1e999', {relative}"),
+            ("golden: {loss: 5}", 18, f"golden.loss: got '5', {relative}"),
             ("golden: {loss: '1'}", 18, f"golden.loss: got the text '1', {relative}"),
             ("golden: {loss: bits}", 18, f"golden.loss: got 'bits', {relative}"),
             ("bounds: {}", 11, "bounds: got an empty map, expected at least one key"),
@@ -239,9 +240,9 @@ class RefusedValues(ListTest):
             ("throughput: {case: '', at_least: 1}", 22, "throughput.case: got '', expected a case's name"),
             ("equals: b", 11, "equals: got 'b', expected a map"),
             ("equals: []", 11, "equals: got an empty list, expected a list with at least one item"),
-            ("equals: {loss: 1}", 11, "equals: 'case' is missing, expected the name of another case"),
+            ("equals: {loss: 0}", 11, "equals: 'case' is missing, expected the name of another case"),
             ("equals: {case: b}", 11, "equals: got nothing to compare, expected a metric or weights"),
-            ("equals: {case: [b], loss: 1}", 18, "equals.case: got a list, expected text"),
+            ("equals: {case: [b], loss: 0}", 18, "equals.case: got a list, expected text"),
             ("equals: {case: b, weights: 1e-3}", 30, "equals.weights: got '1e-3', expected one of bitwise"),
             ("matrix: {}", 11, "matrix: got an empty map, expected at least one key"),
             ("matrix: [a]", 11, "matrix: got a list, expected a map"),
@@ -250,10 +251,10 @@ class RefusedValues(ListTest):
             self.refuses(in_case(line), f"4:{column}: {what}")
 
     def test_metrics_in_equals(self):
-        self.refuses(in_case("equals: {case: b, Loss: 1, lr: 1}") + "- {name: b, config: c.yaml}\n",
+        self.refuses(in_case("equals: {case: b, Loss: 0, lr: 0}") + "- {name: b, config: c.yaml}\n",
                      f"4:21: metric 'Loss', {METRIC}")
-        self.refuses(in_case("equals: {case: b, loss: x, lr: 1}") + "- {name: b, config: c.yaml}\n",
-                     "4:27: equals.loss: got 'x', expected a finite number of at least 0, or bitwise")
+        self.refuses(in_case("equals: {case: b, loss: x, lr: 0}") + "- {name: b, config: c.yaml}\n",
+                     "4:27: equals.loss: got 'x', expected a finite number of at least 0 and at most 0.99, or bitwise")
 
     def test_configurations(self):
         self.refuses("cases: [{name: a}]\n",
@@ -269,7 +270,7 @@ class RefusedValues(ListTest):
                      "cases: [{name: t, base: b, test: x, steps: 3, matrix: {set.x.y: [1]}}]\n",
                      f"1:21: config: {tail}", f"2:44: steps: {tail}", f"2:66: set.x.y: {tail}")
         for line in ("program: hsdp_train", "config: c.yaml", "steps: 1", "first_step: 1", "set: {}",
-                     "golden: {loss: 1}", "equals: {case: b, loss: 1}", "bounds: {loss: {equals: 1}}",
+                     "golden: {loss: 0}", "equals: {case: b, loss: 0}", "bounds: {loss: {equals: 1}}",
                      "throughput: {case: b, at_least: 1}"):
             key = line.partition(":")[0]
             self.refuses(f"cases:\n- {{name: b, config: c.yaml}}\n- name: t\n  test: x\n  {line}\n",
@@ -314,7 +315,7 @@ class RefusedReferences(ListTest):
     def test_cases(self):
         other = "- {name: other, config: c.yaml}\n"
         for line, column in (
-            ("equals: {loss: 1, case: othr}", 27),
+            ("equals: {loss: 0, case: othr}", 27),
             ("throughput: {at_least: 1, case: othr}", 35),
             ("set: {x.y: '{out:othr}'}", 14),
             ("environment: {A: '{out:othr}'}", 20),
@@ -323,24 +324,24 @@ class RefusedReferences(ListTest):
             self.refuses(in_case(line) + other,
                          f"4:{column}: case 'a' needs unknown case 'othr'; did you mean 'other'?")
         # One that is refused itself is known all the same.
-        self.refuses(in_case("equals: {loss: 1, case: b}") + "- {name: b, config: c.yaml, ranks: 0}\n",
+        self.refuses(in_case("equals: {loss: 0, case: b}") + "- {name: b, config: c.yaml, ranks: 0}\n",
                      f"5:36: ranks: got '0', {INT}")
         self.refuses(in_case("set: {x.y: '{out:}'}"), "4:14: case 'a' needs unknown case '', expected one of a")
 
     def test_cases_with_a_matrix(self):
         other = "- {name: other, config: c.yaml, matrix: {ranks: [2, 3]}, except: [{ranks: 3}]}\n"
-        self.refuses(in_case("equals: {loss: 1, case: other}") + other,
+        self.refuses(in_case("equals: {loss: 0, case: other}") + other,
                      "4:27: case 'a' needs 'other', which has a matrix, expected one of its expansions, such as "
                      "'other[ranks=2]'")
-        self.refuses(in_case("equals: {loss: 1, case: 'other[ranks=3]'}") + other,
+        self.refuses(in_case("equals: {loss: 0, case: 'other[ranks=3]'}") + other,
                      "4:27: case 'a' needs unknown case 'other[ranks=3]'; did you mean 'other[ranks=2]'?")
         # A matrix that is refused makes no name unknown.
-        self.refuses(in_case("equals: {loss: 1, case: 'other[ranks=3]'}") + other.replace("[2, 3]", "[2, x]"),
+        self.refuses(in_case("equals: {loss: 0, case: 'other[ranks=3]'}") + other.replace("[2, 3]", "[2, x]"),
                      f"5:53: matrix.ranks: got 'x', {INT}")
 
     def test_loops(self):
         def case(name, other, more=""):
-            return f"- {{name: {name}, config: c.yaml, equals: {{loss: 1, case: {other}}}{more}}}\n"
+            return f"- {{name: {name}, config: c.yaml, equals: {{loss: 0, case: {other}}}{more}}}\n"
 
         self.refuses("cases:\n" + case("a", "a"), "2:53: case 'a' needs itself, expected another case")
         self.refuses(in_case("set: {x.y: '{out:a}'}"), "4:14: case 'a' needs itself, expected another case")
@@ -353,7 +354,7 @@ class RefusedReferences(ListTest):
     def test_nothing_is_compared_with_a_test(self):
         other = "- {name: t, test: x_test}\n"
         what = "case 'a' is compared with 't', which runs a test, expected a case that trains"
-        self.refuses(in_case("equals: {loss: 1, case: t}") + other, f"4:27: {what}")
+        self.refuses(in_case("equals: {loss: 0, case: t}") + other, f"4:27: {what}")
         self.refuses(in_case("throughput: {at_least: 1, case: t}") + other, f"4:35: {what}")
         self.assertEqual(self.cases(in_case("set: {x.y: '{out:t}'}") + other)["a"].needs, ("t",))
 
@@ -366,7 +367,7 @@ class RefusedReferences(ListTest):
                      "4:14: unknown placeholder '{b}', expected one of {out}, {out:CASE}")
         self.refuses(in_case("set: {x.y: '{in:b}'}"),
                      "4:14: unknown placeholder '{in:b}', expected one of {out}, {out:CASE}")
-        self.refuses(in_case("equals: {case: '{out}', loss: 1}"), "4:18: unknown placeholder '{out}', there are none")
+        self.refuses(in_case("equals: {case: '{out}', loss: 0}"), "4:18: unknown placeholder '{out}', there are none")
         self.refuses(in_case("throughput: {case: 'b[ranks={steps}]', at_least: 1}\n  matrix: {ranks: [1]}"),
                      "4:22: unknown placeholder '{steps}', expected one of {ranks}")
 

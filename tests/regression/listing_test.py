@@ -100,7 +100,7 @@ cases:
                 self.assertEqual(self.cases(in_case(f"set: {{x.y: {text}}}"))["a"].settings, {"x.y": expected})
 
     def test_numbers_are_read_whether_or_not_yaml_takes_them_for_some(self):
-        for text, expected in (("1e-5", 1e-5), ("1E+2", 100.0), (".5", 0.5), ("+2.", 2.0), ("0", 0.0), ("3", 3.0)):
+        for text, expected in (("1e-5", 1e-5), ("1E-2", 0.01), (".5", 0.5), ("+0.", 0.0), ("0", 0.0), ("0.25", 0.25)):
             with self.subTest(text=text):
                 self.assertEqual(self.cases(in_case(f"golden: {{loss: {text}}}"))["a"].golden, {"loss": expected})
 
@@ -132,22 +132,22 @@ bases:
   one:
     config: c.yaml
     environment: {A: 1, B: 1}
-    golden: {loss: 1, lr: 1}
+    golden: {loss: 0, lr: 0}
     bounds: {loss: {at_least: 1}, lr: {at_least: 1, from_step: 7}}
-    equals: {case: other, loss: 1}
+    equals: {case: other, loss: 0}
 cases:
 - {name: other, config: c.yaml}
 - name: a
   base: one
   environment: {B: 2}
-  golden: {lr: 2}
+  golden: {lr: 0.2}
   bounds: {lr: {at_most: 2}}
-  equals: {case: other, lr: 2}
+  equals: {case: other, lr: 0.2}
 """)["a"]
         self.assertEqual(case.environment, {"A": "1", "B": "2"})
-        self.assertEqual(case.golden, {"loss": 1.0, "lr": 2.0})
+        self.assertEqual(case.golden, {"loss": 0.0, "lr": 0.2})
         self.assertEqual(case.bounds, (Bound("loss", at_least=1.0), Bound("lr", at_most=2.0)))
-        self.assertEqual(case.equals, (Equality("other", {"lr": 2.0}),))
+        self.assertEqual(case.equals, (Equality("other", {"lr": 0.2}),))
 
     def test_bases_have_bases_in_any_order(self):
         case = self.cases("""
@@ -284,7 +284,7 @@ cases:
   matrix: {ranks: [2, 3], set.x.keep: {kept: true}, environment.LEVEL: [7]}
   set: {x.y: "{ranks}/{keep}/{LEVEL}/{}", x.l: ["{ranks}", "{out}"], x.z: "{out:one[ranks={ranks}]}/{out}"}
   environment: {B: "{keep}"}
-  equals: {case: "one[ranks={ranks}]", loss: 1}
+  equals: {case: "one[ranks={ranks}]", loss: 0}
   throughput: {case: "one[ranks={ranks}]", at_least: 1}
 """)
         case = cases["a[ranks=3,keep=kept,LEVEL=7]"]
@@ -302,7 +302,7 @@ cases:
   environment: {A: "{out:f}{out:c}"}
   set: {x.y: "{out:d} {out:e} {out}"}
   throughput: {case: c, at_least: 1}
-  equals: [{case: b, loss: 1}, {case: c, loss: 1}, {case: b, lr: 1}]
+  equals: [{case: b, loss: 0}, {case: c, loss: 0}, {case: b, lr: 0}]
 """ + "".join(f"- {{name: {name}, config: c.yaml}}\n" for name in "bcdef"))["a"]
         self.assertEqual(case.needs, ("b", "c", "d", "e", "f"))
 

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 from regression.listing import read_list
-from regression.listing_keys import KEYS
+from regression.listing_keys import KEYS, KEYS_OF_LIST
 from regression.main import make_parser
 
 LISTS = ROOT / "tests/regression"
@@ -46,7 +46,7 @@ class Lists(unittest.TestCase):
 
         host, gpus = by_name("cpu"), by_name("multi_gpu")
         self.assertEqual(set(host) - set(gpus), set())
-        for name in ("sharded", "reshard", "hybrid", "data_parallel", "recompute", "accumulation", "prefetch_off", "resumed", "bf16"):
+        for name in ("sharded", "reshard_kept", "hybrid", "data_parallel", "recompute", "accumulation", "prefetch_off", "resumed", "bf16"):
             self.assertGreater(gpus[name], host[name], name)
         self.assertEqual({case.devices for case in cases_of("cpu")}, {("cpu",)})
         self.assertEqual({case.devices for case in cases_of("multi_gpu")}, {("cuda",)})
@@ -68,8 +68,8 @@ class Page(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder, "list.yaml")
             for block in lists:
-                # Written for a list in the project's folder.
-                path.write_text(block.replace("include: ", f"include: {ROOT}/"))
+                # Written for a list beside the shipped ones.
+                path.write_text(block.replace("include: ", f"include: {LISTS}/"))
                 names = [case.name for case in read_list(path, ROOT).cases]
                 self.assertIn("in_shards[ranks=2,reshard_after_forward=true]", names)
         for block in blocks:
@@ -82,7 +82,9 @@ class Page(unittest.TestCase):
 
     def test_has_every_key_of_a_case_and_no_other(self):
         told = {key for row in rows("Key of a case") for key in re.findall(r"`([a-z_]+)`", row)}
-        self.assertEqual(told, set(KEYS) | {"name", "base", "matrix"})
+        self.assertEqual(told, set(KEYS) | {"name", "base", "matrix", "except"})
+        told = {key for row in rows("Key of a list") for key in re.findall(r"`([a-z_]+)`", row)}
+        self.assertEqual(told, set(KEYS_OF_LIST))
 
     def test_names_cases_that_catch_mistakes(self):
         names = {case.name for case in cases_of("cpu")}

@@ -17,8 +17,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 # A training program: a `fake.` setting a word on how it behaves. Its loss at step s is scale / s.
 TRAIN = """
-    import json, os, pathlib, sys, time
-    settings = dict(text.split("=", 1) for text in sys.argv if "=" in text)
+    import json, os, pathlib, sys, time, yaml
+    settings = dict(text.split("=", 1) for text in sys.argv[1:] if "=" in text)
     folder = pathlib.Path(settings["metrics.folder"])
     steps, first = int(settings.get("training.steps", 3)), int(settings.get("fake.first", 1))
     rank = int(os.environ["RANK"])
@@ -42,9 +42,14 @@ TRAIN = """
             loss = None if settings.get("fake.nan") == str(step) else scale / step
             if settings.get("fake.skip") == str(step):
                 continue
-            print(json.dumps({"step": step, "loss": loss, "grad_norm": 1.0, "peak_memory_bytes": 100 + step,
+            print(json.dumps({"step": step, "ranks": int(settings.get("fake.ranks", os.environ["WORLD_SIZE"])), "loss": loss, "grad_norm": 1.0, "peak_memory_bytes": 100 + step,
                               "tokens_per_second": float(settings.get("fake.speed", 100))}), file=file)
-    (folder / "config.yaml").write_text(f"training:\\n  steps: {steps}\\nfake:\\n  scale: {scale}\\n")
+    config = {"training": {"steps": steps}}
+    for name, text in settings.items():
+        section, key = name.removeprefix("--").split(".")
+        if name != settings.get("fake.deaf"):
+            config.setdefault(section, {})[key] = yaml.safe_load(text)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
     if settings.get("checkpoint.folder"):
         checkpoint = pathlib.Path(settings["checkpoint.folder"]) / f"step-{steps}"
         checkpoint.mkdir(parents=True)
@@ -61,7 +66,7 @@ TEST = """
     import json, sys
     filter, report = sys.argv[1].split("=", 1)[1], sys.argv[2].split(":", 1)[1]
     words = [] if filter == "none" else filter.split(",")
-    tests = [{"name": f"T{i}", "result": "SKIPPED" if word == "skip" else "COMPLETED",
+    tests = [{"name": f"T{i}", "result": {"skip": "SKIPPED", "disabled": "SUPPRESSED"}.get(word, "COMPLETED"),
               **({"failures": [{"failure": "f"}]} if word == "fail" else {}),
               **({"skipped": [{"message": "no such device"}]} if word == "skip" else {})} for i, word in enumerate(words)]
     json.dump({"testsuites": [{"name": "S", "testsuite": tests}]}, open(report, "w"))
@@ -132,7 +137,26 @@ class Regress(unittest.TestCase):
     def test_what_is_compared_with_a_failure_fails(self):
         code = self.regress(self.cases('name: one, set: {fake.exit: 7}', "name: two, equals: {case: one, loss: bitwise}"), "--only", "two")
         self.assertEqual(code, 1)
-        self.assertIn("one, which it needs, failed: rank 0 ended with 7", self.reason("two"))
+        self.assertEqual(self.reason("two"), "one, which it needs, failed: rank 0 ended with 7")
+        self.assertIn("rank 0 of 1 sees None", self.output)
+        self.assertIn("cases/one/run-1/rank-0.log", self.output)
+
+    def test_what_is_compared_with_a_case_that_fails_its_own_checks_fails(self):
+        code = self.regress(self.cases("name: one, bounds: {peak_memory_bytes: {at_most: 1}}", "name: two, equals: {case: one, loss: bitwise}"),
+                            "--only", "two")
+        self.assertEqual(code, 1)
+        self.assertIn("one, which it needs, failed: peak_memory_bytes at step 1 is 101", self.reason("two"))
+
+    def test_a_program_that_does_not_hear_a_setting_fails(self):
+        text = self.cases("name: one, set: {fake.word: 7, fake.deaf: fake.word}", "name: two, set: {fake.word: 1e-3, fake.list: [a, \"b c\"]}",
+                          "name: three, steps: 2, set: {fake.deaf: training.steps}")
+        self.assertEqual(self.regress(text), 1)
+        self.assertEqual(self.reason("one"), "fake.word is None in the run's config.yaml, expected 7")
+        self.assertEqual(self.results()["two"]["status"], "passed", self.output)
+
+    def test_ranks_that_train_apart_fail(self):
+        self.assertEqual(self.regress(self.cases("name: one, ranks: 2, set: {fake.ranks: 1}")), 1)
+        self.assertIn("1 ranks trained together at step 1, expected 2", self.reason("one"))
 
     def test_the_rank_that_fails_is_named_and_its_lines_shown(self):
         self.assertEqual(self.regress(self.cases('name: one, ranks: 3, environment: {FAKE_WORD: hello}, set: {fake.exit: 5}')), 1)
@@ -205,6 +229,8 @@ class Regress(unittest.TestCase):
         self.assertEqual(self.regress("variables: {scale: 1.0}\n" + text), 0)
         self.assertEqual(self.regress("variables: {scale: 1.01}\n" + text), 1)
         self.assertIn("was recorded with fake.scale 1.0, this case has 1.01", self.output)
+        self.assertEqual(self.regress("variables: {scale: 1.0}\n" + text.replace("set: {", "set: {fake.new: 1, ")), 1)
+        self.assertIn("was recorded without fake.new, this case has 1", self.output)
         path = next(self.folder.glob("goldens/one/*.json"))
         golden = json.loads(path.read_text())
         golden["metrics"]["loss"][1] *= 1.01
@@ -215,6 +241,11 @@ class Regress(unittest.TestCase):
     def test_a_failed_case_is_not_recorded(self):
         text = self.cases("name: one, golden: {loss: 1.0e-3}, bounds: {peak_memory_bytes: {at_most: 1}}")
         self.assertEqual(self.regress(text, "--record-goldens", "--reason", "why"), 1)
+        self.assertEqual(list(self.folder.glob("goldens/*")), [])
+
+    def test_a_metric_that_is_not_logged_is_not_recorded(self):
+        self.assertEqual(self.regress(self.cases("name: one, golden: {looss: 1.0e-3}"), "--record-goldens", "--reason", "why"), 1)
+        self.assertIn("looss is not a number at every step, expected one to record", self.reason("one"))
         self.assertEqual(list(self.folder.glob("goldens/*")), [])
 
     def test_throughput_runs_in_pairs(self):
@@ -242,13 +273,14 @@ class Regress(unittest.TestCase):
 
     def test_programs_of_tests(self):
         text = "cases:\n" + "\n".join(f"  - {{name: {name}, test: some_test, filter: '{words}'}}" for name, words in (
-            ("good", "pass,skip"), ("bad", "pass,fail"), ("skipped", "skip,skip"), ("empty", "none")))
+            ("good", "pass,skip"), ("bad", "pass,fail"), ("skipped", "skip,skip"), ("empty", "none"), ("off", "disabled")))
         self.assertEqual(self.regress(text), 1)
         self.assertEqual({name: case["status"] for name, case in self.results().items()},
-                         {"good": "passed", "bad": "failed", "skipped": "left_out", "empty": "failed"})
+                         {"good": "passed", "bad": "failed", "skipped": "left_out", "empty": "failed", "off": "failed"})
         self.assertIn("1 of 2 tests failed: S.T1", self.reason("bad"))
         self.assertEqual(self.reason("skipped"), "all 2 tests were skipped: no such device")
         self.assertIn("no test fits its filter", self.reason("empty"))
+        self.assertIn("none of 1 tests ran", self.reason("off"))
         self.assertEqual(self.results()["good"]["confirmed"], ["1 tests passed, 1 skipped: S.T1"])
 
     def test_a_program_that_is_not_built_fails(self):
@@ -287,8 +319,40 @@ class Regress(unittest.TestCase):
         output, _ = process.communicate(timeout=60)
         self.assertEqual(process.returncode, 1, output)
         self.assertEqual({name: case["status"] for name, case in self.results().items()},
-                         {"one": "passed", "two": "left_out", "three": "left_out"})
+                         {"one": "passed", "two": "failed", "three": "left_out"})
         self.assertIn("interrupted", self.reason("two"))
+        self.assertIn('failures="1"', (self.folder / "out/latest/report.xml").read_text())
+
+    def test_latest_is_never_a_former_report(self):
+        good = self.cases("name: one")
+        for spoilt, code in ((lambda: self.regress("cases: 3"), 2), (lambda: self.regress(good, "--require-gpus", "1"), 3),
+                             (lambda: self.regress(good, "--shard", "2/2"), 3)):
+            self.assertEqual(self.regress(good), 0)
+            self.assertTrue((self.folder / "out/latest").exists())
+            self.assertEqual(spoilt(), code)
+            self.assertFalse((self.folder / "out/latest").exists())
+
+    def test_a_folder_that_cannot_be_written(self):
+        (self.folder / "out").write_text("a file")
+        self.assertEqual(self.regress(self.cases("name: one")), 1)
+        self.assertIn("reports cannot be written there", self.output)
+        self.assertNotIn("Traceback", self.output)
+
+    def test_srun_outside_an_allocation(self):
+        self.assertEqual(self.regress(self.cases("name: one"), "--launcher", "srun"), 2)
+        self.assertNotIn("Traceback", self.output)
+
+    def test_odd_numbers_fail_their_case_alone(self):
+        path = self.folder / "build/apps/hsdp_train"
+        path.write_text(path.read_text().replace('"grad_norm": 1.0', '"grad_norm": [1]' ))
+        self.assertEqual(self.regress(self.cases("name: one", "name: two")), 1)
+        self.assertEqual([case["status"] for case in self.results().values()], ["failed", "failed"])
+
+    def test_another_package_of_this_name_in_the_working_folder_is_not_used(self):
+        (self.folder / "regression").mkdir()
+        (self.folder / "regression/__init__.py").write_text("raise SystemExit(9)")
+        done = subprocess.run(self.command(self.cases("name: one")), cwd=self.folder, env=self.environment(), capture_output=True, check=False)
+        self.assertEqual(done.returncode, 0, done.stderr)
 
     def test_former_reports_are_history(self):
         text = self.cases("name: one")

@@ -49,12 +49,15 @@ const std::map<std::string, std::vector<std::string>> kOff = {
 
 void refuse_what_is_not_honoured(const apps::Config& config) {
   std::vector<std::string> problems;
+  size_t known = 0;
   for (const auto& [name, value] : apps::config_values(config)) {
+    known += kOff.count(name);
     const auto off = kOff.find(name);
     if (off == kOff.end() || std::find(off->second.begin(), off->second.end(), value) != off->second.end()) continue;
     problems.push_back(c10::str("[plain_train] ", name, " is ", value, ", expected ", c10::Join(" or ", off->second),
                                 ": it trains one plain module in float32; hsdp_train does what this asks for"));
   }
+  TORCH_INTERNAL_ASSERT(known == kOff.size(), "a setting that is refused has another name now");
   const auto ranks = hsdp::read_launcher_env(hsdp::process_env).world_size;
   if (ranks != 1) {
     problems.push_back(c10::str("[plain_train] launched with ", ranks, " ranks, expected one process"));

@@ -126,6 +126,7 @@ class ReportsTest(unittest.TestCase):
             confirmed=["grad_norm of 2 steps"],
             seconds=2.75,
             runs=[run],
+            telling_run=run,
             log_tail=["one", "two"],
             command="tools/regress cpu.yaml --only a",
             figures={"tokens_per_second": 100.0, "loss": math.nan},

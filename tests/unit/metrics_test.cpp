@@ -27,6 +27,7 @@ constexpr StepMetrics kStep{.step = 12,
                             .peak_memory_bytes = int64_t(5) << 30,
                             .tokens = 24576,
                             .seconds = 6.5,
+                            .ranks = 3,
                             .collectives = {.all_gathers = 7,
                                             .reduce_scatters = 6,
                                             .all_reduces = 5,
@@ -38,7 +39,7 @@ constexpr StepMetrics kStep{.step = 12,
 
 TEST(Metrics, AJsonLineHoldsEveryValue) {
   const auto line = nlohmann::json::parse(to_json(kStep));
-  EXPECT_EQ(line.size(), 9u);
+  EXPECT_EQ(line.size(), 10u);
   EXPECT_EQ(line.at("step"), 12);
   EXPECT_EQ(line.at("loss"), 2.5);
   EXPECT_EQ(line.at("grad_norm"), 0.75);
@@ -47,6 +48,7 @@ TEST(Metrics, AJsonLineHoldsEveryValue) {
   EXPECT_EQ(line.at("peak_memory_bytes"), int64_t(5) << 30);
   EXPECT_EQ(line.at("tokens"), 24576);
   EXPECT_EQ(line.at("seconds"), 6.5);
+  EXPECT_EQ(line.at("ranks"), 3);
   EXPECT_EQ(line.at("collectives"), nlohmann::json::parse(R"({"all_gathers": 7, "reduce_scatters": 6, "all_reduces": 5,
       "broadcasts": 4, "all_gather_bytes": 700, "reduce_scatter_bytes": 600, "all_reduce_bytes": 500})"));
 }

@@ -140,6 +140,8 @@ class Result:
     runs: list[Run] = dataclasses.field(default_factory=list)
     # The last lines of the failing rank.
     log_tail: list[str] = dataclasses.field(default_factory=list)
+    # Whose lines these are.
+    telling_run: Run | None = None
     curves: list[Curve] = dataclasses.field(default_factory=list)
     # Repeats this case alone.
     command: str = ""

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 from typing import Any
 
@@ -23,16 +22,12 @@ class Verdict:
 
 
 def relative_difference(a: float, b: float) -> float:
-    """|a - b| by the larger of the two; 0 for equal numbers, infinity where one is not finite."""
-    if a == b:
-        return 0.0
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return math.inf
-    return abs(a - b) / max(abs(a), abs(b))
+    """|a - b| by the larger of the two; 0 for equal numbers. Both are finite."""
+    return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))
 
 
-def check_steps(lines: Lines, first: int, last: int) -> Verdict:
-    """Every step was logged once, with a finite loss and gradient norm."""
+def check_steps(lines: Lines, first: int, last: int, ranks: int) -> Verdict:
+    """Every step was logged once, by so many ranks together, with a finite loss and gradient norm."""
     wanted = list(range(first, last + 1))
     steps = [line["step"] for line in lines]
     if steps != wanted:
@@ -44,9 +39,10 @@ def check_steps(lines: Lines, first: int, last: int) -> Verdict:
         ])
     for line in lines:
         for metric in ("loss", "grad_norm"):
-            value = value_of(line, metric)
-            if value is None or not math.isfinite(value):
+            if value_of(line, metric) is None:
                 return Verdict(failures=[f"{metric} at step {line['step']} is {line.get(metric)!r}, expected a finite number"])
+        if line.get("ranks") != ranks:
+            return Verdict(failures=[f"{line.get('ranks')!r} ranks trained together at step {line['step']}, expected {ranks}"])
     return Verdict(confirmed=[f"steps {first} to {last} were logged, loss {lines[0]['loss']:.6g} to {lines[-1]['loss']:.6g}"])
 
 

@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import io
 import os
 import sys
 from typing import Mapping, TextIO
 
-from .case import FAILED, FLAKY, LEFT_OUT, PASSED, Result, Run
+from .case import FAILED, FLAKY, LEFT_OUT, PASSED, Result
 from .texts import STATUS_WORDS, duration, printable
 
 _COUNTED = {PASSED: "passed", FAILED: "failed", FLAKY: "flaky", LEFT_OUT: "left out"}
@@ -18,7 +20,7 @@ class Console:
     lines of runners that share a terminal or a log stay together."""
 
     def __init__(self, stream: TextIO | None = None, environment: Mapping[str, str] = os.environ):
-        self.stream = stream or sys.stdout
+        self.stream = stream or sys.stdout or io.StringIO()
         self.coloured = (
             self.stream.isatty() and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
         )
@@ -64,20 +66,17 @@ class Console:
     def _write(self, lines: list[str]) -> None:
         text = "".join(f"{line}\n" for line in lines)
         encoding = self.stream.encoding or "utf-8"
-        # A C locale's terminal cannot take every name or log, which is no reason to stop.
-        self.stream.write(text.encode(encoding, "replace").decode(encoding))
-        self.stream.flush()
-
-
-def telling_run(result: Result) -> Run | None:
-    """The last run of which it is known what went wrong."""
-    return next((run for run in reversed(result.runs) if run.telling_log or run.failing_rank is not None), None)
+        # A terminal of the C locale cannot take every name or log, and who read this may have gone; neither is a reason to
+        # stop before the reports.
+        with contextlib.suppress(OSError, ValueError):
+            self.stream.write(text.encode(encoding, "replace").decode(encoding))
+            self.stream.flush()
 
 
 def _last_lines(result: Result) -> list[str]:
     if not result.log_tail:
         return []
-    run = telling_run(result)
+    run = result.telling_run
     whose = f" of rank {run.failing_rank}" if run and run.failing_rank is not None else ""
     where = f" ({run.telling_log})" if run and run.telling_log else ""
     lines = _indented(f"last lines{whose}{where}:", 2)

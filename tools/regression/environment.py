@@ -7,10 +7,8 @@ import os
 import pathlib
 import platform
 import re
-import shlex
 import socket
 import subprocess
-import sys
 from typing import Any
 
 from .devices import Devices
@@ -63,7 +61,6 @@ def describe_environment(root: pathlib.Path, build: pathlib.Path, python: str, d
         "commit": commit,
         "dirty": dirty,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": shlex.join(sys.argv),
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }
 

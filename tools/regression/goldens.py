@@ -13,7 +13,7 @@ from .metrics import value_of
 from .placeholders import folder_name
 
 FORMAT = 1
-# Where a run writes and reads, rather than what it computes. The same numbers are asked for on other backends.
+# Where a run writes and reads, rather than what it computes.
 PLACES = ("metrics.folder", "data.path", "checkpoint.folder", "checkpoint.load", "checkpoint.weights", "comm.timeout_seconds")
 
 
@@ -47,6 +47,9 @@ def read_golden(path: pathlib.Path, case: Case, settings: dict[str, Any]) -> Lin
             raise GoldenError(f"golden {path} has format {golden['format']!r}, expected {FORMAT}")
         recorded, steps, curves = golden["settings"], golden["steps"], golden["metrics"]
         now = compared_settings(settings)
+        added = [name for name in now if name not in recorded]
+        if added:
+            raise GoldenError(f"golden {path} was recorded without {added[0]}, this case has {now[added[0]]!r}")
         for name, value in recorded.items():
             if now.get(name) != value:
                 raise GoldenError(f"golden {path} was recorded with {name} {value!r}, this case has {now.get(name)!r}")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import yaml
 
 from .case import Place
-from .listing_keys import KEYS, OF_TESTS, KeyReader, Keys, laid_over
+from .listing_keys import KEYS, KEYS_OF_LIST, OF_TESTS, KeyReader, Keys, laid_over
 from .listing_matrix import Expansion, MatrixReader
 from .listing_nodes import Given, Misfit, Problems, Scope, check_without_variables, load, place_of
 
@@ -56,7 +56,7 @@ class Files:
             self.complete = False
             return goldens
         plain = Scope(self._problems, {})
-        entries = plain.known_entries(node, "list", ("variables", "include", "goldens", "defaults", "bases", "cases"))
+        entries = plain.known_entries(node, "list", KEYS_OF_LIST)
         if "variables" in entries:
             with self._problems.collected():
                 variables = self._variables(plain, entries["variables"]) | variables

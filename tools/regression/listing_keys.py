@@ -11,6 +11,7 @@ import yaml
 from .case import Bound
 from .listing_nodes import Given, Misfit, Scope, got, is_nothing, is_plain, place_of
 
+KEYS_OF_LIST = ("variables", "include", "goldens", "defaults", "bases", "cases")
 PROGRAMS = ("hsdp_train", "plain_train", "fsdp2_train")
 DEVICES = ("cpu", "cuda")
 LONGEST_SECONDS = 7 * 24 * 3600
@@ -97,7 +98,11 @@ class KeyReader:
 
     def _config(self, node: yaml.Node) -> str:
         path = self._scope.word(node, "config", r"(?s:.+)", "the path of a file")
-        if not (self._root / path).is_file():
+        try:
+            found = (self._root / path).is_file()
+        except OSError:  # a name that is too long
+            found = False
+        if not found:
             raise Misfit(place_of(node), f"config: there is no file {path!r} in {self._root}, expected a configuration")
         return path
 

@@ -299,7 +299,8 @@ class Scope:
         if is_plain(node) and node.value == "bitwise":
             return 0.0
         try:
-            return self.number(node, what, low=0.0)
+            # From 1 on every two numbers of one sign would be equal: somebody means per cent.
+            return self.number(node, what, low=0.0, high=0.99)
         except Misfit as misfit:
             raise Misfit(misfit.place, f"{misfit.what}, or bitwise") from None
 

@@ -14,13 +14,15 @@ from .devices import DeviceError, Devices, find_devices
 from .environment import describe_environment
 from .history import new_run_folder, point_latest, read_history
 from .listing import CaseList, ListError, part, read_list, select
+from .processes import LaunchError
 from .reports import write_reports
 from .runner import Options, Runner
 from .starter import LocalStarter
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SUCCESS, SOME_FAILED, BAD_LIST, NOTHING_FITS = 0, 1, 2, 3
-INTERRUPTED = "not run: the runner was interrupted"
+INTERRUPTED = "the runner was interrupted"
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(arguments: list[str]) -> int:
@@ -30,6 +32,9 @@ def main(arguments: list[str]) -> int:
         parser.error("--record-goldens and --reason TEXT are given together: the reason is kept beside the curve")
     if options.reason is not None and not options.reason.strip():
         parser.error("--reason is empty, expected why the recorded curve is right")
+    # Whoever reads `latest` must not take a former report for this one's.
+    with contextlib.suppress(OSError):
+        (out_folder(options) / "latest").unlink()
     try:
         cases = read_list(options.list, ROOT)
         selected = select(cases.cases, options.only) if options.only else list(cases.cases)
@@ -46,7 +51,25 @@ def main(arguments: list[str]) -> int:
         print(f"[device] {len(devices.gpus)} GPUs are visible, expected at least {options.require_gpus} (--require-gpus)",
               file=sys.stderr)
         return NOTHING_FITS
-    return run(options, arguments, cases, selected, devices)
+    if not selected:
+        print("[list] this part of the list has no cases; it has fewer groups of cases than there are parts", file=sys.stderr)
+        return NOTHING_FITS
+    try:
+        with stopping_on_signals():
+            return run(options, arguments, cases, selected, devices)
+    except KeyboardInterrupt:
+        print("[regress] interrupted before the first case", file=sys.stderr)
+        return SOME_FAILED
+    except LaunchError as error:
+        print(error, file=sys.stderr)
+        return BAD_LIST
+    except OSError as error:
+        print(f"[regress] {out_folder(options)}: {error}; reports cannot be written there", file=sys.stderr)
+        return SOME_FAILED
+
+
+def out_folder(options: argparse.Namespace) -> pathlib.Path:
+    return (options.out or ROOT / "runs/regress" / options.list.stem).resolve()
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -82,32 +105,32 @@ def shard(text: str) -> tuple[int, int]:
 
 
 def run(options: argparse.Namespace, arguments: list[str], cases: CaseList, selected: list[Case], devices: Devices) -> int:
-    out = (options.out or ROOT / "runs/regress" / cases.name).resolve()
-    build = options.build.resolve()
+    out, build = out_folder(options), options.build.resolve()
+    starter = LocalStarter(ROOT, sys.executable, devices, options.launcher)
+    environment = describe_environment(ROOT, build, sys.executable, devices)
     history = read_history(out, cases.name)
     folder = new_run_folder(out)
-    environment = describe_environment(ROOT, build, sys.executable, devices)
     console = Console()
-    starter = LocalStarter(ROOT, sys.executable, devices, options.launcher)
+    results: list[Result] = []
     runner = Runner(cases.cases, devices, starter, environment, Options(
         root=ROOT, build=build, python=sys.executable, out=folder, goldens=cases.goldens.resolve(),
         command=lambda case: repeat_command(options, case), retries=options.retries, record_reason=options.reason))
-    results: list[Result] = []
-    with stopping_on_signals():
-        try:
-            for case in selected:
-                results.append(runner.run(case))
-                console.case_done(results[-1])
-        except KeyboardInterrupt:
-            interrupted = True
-            for case in selected[len(results):]:
-                results.append(Result(case, LEFT_OUT, [INTERRUPTED], command=repeat_command(options, case)))
-        else:
-            interrupted = False
+    try:
+        for case in selected:
+            results.append(runner.run(case))
+            console.case_done(results[-1])
+    except KeyboardInterrupt:
+        ignore_signals()
+        # Never green: the case that ran or was about to has failed, those behind it are left out.
+        status = FAILED
+        for case in selected[len(results):]:
+            results.append(Result(case, status, [INTERRUPTED], command=repeat_command(options, case)))
+            status = LEFT_OUT
+    ignore_signals()
     write_reports(folder, cases.name, results, environment, history, shlex.join(["tools/regress", *arguments]))
     point_latest(out, folder)
     console.summary(results, str(folder / "report.html"))
-    return SOME_FAILED if interrupted else exit_code(results)
+    return exit_code(results)
 
 
 def exit_code(results: list[Result]) -> int:
@@ -118,22 +141,30 @@ def exit_code(results: list[Result]) -> int:
 
 
 def repeat_command(options: argparse.Namespace, case: Case) -> str:
-    words = ["tools/regress", str(options.list), "--only", case.name, "--device", options.device]
+    words = [str(ROOT / "tools/regress"), str(options.list.resolve()), "--only", case.name, "--device", options.device]
     if options.launcher:
         words += ["--launcher", options.launcher]
     if options.build.resolve() != ROOT / "build/release":
-        words += ["--build", str(options.build)]
+        words += ["--build", str(options.build.resolve())]
     return shlex.join(words)
 
 
 @contextlib.contextmanager
 def stopping_on_signals():
-    """SIGTERM ends the running case and is reported, as Ctrl-C is."""
+    """SIGTERM is as Ctrl-C: it ends the running case, and the reports say so."""
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    former = signal.signal(signal.SIGTERM, interrupt)
+    former = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, former)
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def ignore_signals() -> None:
+    """While reports are written: impatience must not cost them."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

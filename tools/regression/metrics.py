@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 from typing import Any
 
@@ -32,11 +33,32 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def value_of(line: dict[str, Any], metric: str) -> float | int | None:
-    """A metric by its name, dots leading into objects. None where it is missing, null or no number."""
+    """A metric by its name, dots leading into objects. None where it is missing or no finite number."""
     value: Any = line
     for part in metric.split("."):
         value = value.get(part) if isinstance(value, dict) else None
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond all floating-point numbers
+        return None
+
+
+def same_setting(text: str, resolved: Any) -> bool:
+    """Whether a value, as `--set` takes it, is the one that a program resolved."""
+    try:
+        asked = yaml.safe_load(text)
+    except yaml.YAMLError:
+        asked = text
+    if asked == resolved and type(asked) is type(resolved):
+        return True
+    if isinstance(asked, bool) or isinstance(resolved, bool):
+        return False
+    try:
+        return float(text) == float(resolved)
+    except (TypeError, ValueError, OverflowError):
+        return text == str(resolved)
 
 
 def read_settings(path: pathlib.Path) -> dict[str, Any]:

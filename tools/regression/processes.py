@@ -84,7 +84,7 @@ def last_lines(log: pathlib.Path, count: int = 50) -> list[str]:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 256 * 1024))
             return file.read().decode(errors="replace").splitlines()[-count:]
-    except FileNotFoundError:
+    except OSError:
         return []
 
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pathlib
 import shlex
 import subprocess
 import time
+import traceback
 from typing import Any, Callable, Protocol
 
 from . import checks
@@ -15,7 +15,7 @@ from .case import FAILED, FLAKY, LEFT_OUT, PASSED, Case, Result, Run
 from .checks import Verdict
 from .devices import Devices
 from .goldens import GoldenError, golden_path, read_golden, record_golden
-from .metrics import MetricsError, read_metrics, read_settings
+from .metrics import MetricsError, read_metrics, read_settings, same_setting, value_of
 from .placeholders import fill_out, folder_name
 
 PYTHON_PROGRAMS = {"fsdp2_train": "tests/regression/fsdp2_train.py"}
@@ -24,6 +24,9 @@ BUILT_PROGRAMS = {"hsdp_train": "apps/hsdp_train", "plain_train": "tests/plain_t
 
 class Starter(Protocol):
     """Starts programs on the machine's devices; see starter.py."""
+
+    # Whether ranks may lie on other hosts, whose devices are not seen from here.
+    spreads: bool
 
     def start(self, case: Case, argv: list[str], environment: dict[str, str], folder: pathlib.Path) -> Run: ...
     def last_lines(self, run: Run) -> list[str]: ...
@@ -38,7 +41,7 @@ class Options:
     python: str
     out: pathlib.Path
     goldens: pathlib.Path
-    # Repeats a case when its pattern is put behind --only.
+    # The line that repeats a case alone.
     command: Callable[[Case], str]
     retries: int = 0
     # Why goldens are recorded rather than compared; None: they are compared.
@@ -51,7 +54,9 @@ class Attempt:
 
     run: Run
     verdict: Verdict
+    # What the program resolved, and what it was asked for.
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    asked: dict[str, str] = dataclasses.field(default_factory=dict)
     # Of a test executable: why all of it was skipped.
     skipped: str | None = None
 
@@ -67,9 +72,15 @@ class Runner:
         self.options = options
         self.attempts: dict[str, Attempt] = {}
         self.launches: dict[str, int] = {}
+        self.results: dict[str, Result] = {}
 
     def run(self, case: Case) -> Result:
-        """Never raises for what a case does; KeyboardInterrupt passes."""
+        """What became of a case, found out now unless it was before. KeyboardInterrupt passes, nothing else does."""
+        if case.name not in self.results:
+            self.results[case.name] = self.find_out(case)
+        return self.results[case.name]
+
+    def find_out(self, case: Case) -> Result:
         started = time.monotonic()
         result = Result(case, LEFT_OUT, command=self.options.command(case))
         reason = self.misfit(case)
@@ -80,7 +91,11 @@ class Runner:
             if attempt_number > 0:
                 self.attempts.pop(case.name, None)
             former = result.reasons
-            self.judge(case, result)
+            try:
+                self.judge(case, result)
+            except Exception:  # what a program wrote can be odder than all that is thought of here; the other cases go on
+                result.status = FAILED
+                result.reasons = [f"the runner could not deal with this case: {traceback.format_exc(limit=-4)}"]
             if result.status != FAILED:
                 break
         if result.status == PASSED and attempt_number > 0:
@@ -98,18 +113,24 @@ class Runner:
                 return who + deeper
             if self.devices.kind not in needed.devices:
                 return f"{who}runs on {' or '.join(needed.devices)}, not on {self.devices.kind}"
-            if self.devices.kind == "cuda" and needed.ranks > len(self.devices.gpus):
+            if self.devices.kind == "cuda" and not self.starter.spreads and needed.ranks > len(self.devices.gpus):
                 return f"{who}needs {needed.ranks} GPUs, {len(self.devices.gpus)} are visible"
         return None
 
     def judge(self, case: Case, result: Result) -> None:
         """Fills in everything but the time."""
         result.status, result.reasons, result.confirmed, result.curves = FAILED, [], [], []
-        attempt = self.attempt(case)
-        if isinstance(attempt, str):
-            result.reasons = [attempt]
-            return
+        for name in case.needs:
+            needed = self.run(self.cases[name])
+            if needed.status not in (PASSED, FLAKY):
+                result.reasons = [f"{name}, which it needs, {needed.status.replace('_', ' ')}: {needed.reasons[0]}"]
+                result.log_tail, result.telling_run = needed.log_tail, needed.telling_run
+                return
+        if case.name not in self.attempts:
+            self.attempts[case.name] = self.launch(case)
+        attempt = self.attempts[case.name]
         result.runs.append(attempt.run)
+        former, result.telling_run = result.telling_run, attempt.run
         if attempt.skipped is not None:
             result.status, result.reasons = LEFT_OUT, [attempt.skipped]
             return
@@ -119,21 +140,11 @@ class Runner:
         result.reasons, result.confirmed = verdict.failures, verdict.confirmed
         result.status = FAILED if verdict.failures else PASSED
         if result.status == FAILED:
-            result.log_tail = self.starter.last_lines(attempt.run)
+            result.log_tail = self.starter.last_lines(result.telling_run)
+        else:
+            result.telling_run = former  # of the attempt that failed
         if attempt.run.metrics:
             result.figures = figures_of(attempt.run)
-
-    def attempt(self, case: Case) -> Attempt | str:
-        """The case's run, made now unless it was before; or why it cannot be made."""
-        if case.name not in self.attempts:
-            for name in case.needs:
-                needed = self.attempt(self.cases[name])
-                if isinstance(needed, str):
-                    return f"{name}, which it needs: {needed}"
-                if needed.verdict.failures:
-                    return f"{name}, which it needs, failed: {needed.verdict.failures[0]}"
-            self.attempts[case.name] = self.launch(case)
-        return self.attempts[case.name]
 
     def launch(self, case: Case) -> Attempt:
         number = self.launches[case.name] = self.launches.get(case.name, 0) + 1
@@ -145,6 +156,7 @@ class Runner:
             return fill_out(text, folder, outs)
 
         environment = {name: filled(text) for name, text in case.environment.items()}
+        settings: dict[str, str] = {}
         if case.is_test:
             report = folder / "tests.json"
             argv = [str(self.options.build / "tests" / case.program), f"--gtest_filter={case.filter}", f"--gtest_output=json:{report}"]
@@ -160,7 +172,7 @@ class Runner:
             run = Run(folder, shlex.join(argv), [], 0.0)
             return Attempt(run, Verdict([f"{argv[0]} is not there; build it with cmake --build --preset release"]))
         run = self.starter.start(case, argv, environment, folder)
-        attempt = Attempt(run, process_verdict(run, case))
+        attempt = Attempt(run, process_verdict(run, case), asked=settings)
         if case.is_test:
             read_test_report(report, attempt)
         elif not attempt.verdict.failures:
@@ -178,10 +190,14 @@ class Runner:
             attempt.run.metrics = read_metrics(attempt.run.folder / "metrics.jsonl")
             attempt.settings = read_settings(attempt.run.folder / "config.yaml")
             last = int(attempt.settings["training.steps"])
-        except (MetricsError, KeyError, ValueError, TypeError) as error:
-            attempt.verdict.failures.append(f"the run's files: {error}")
+        except (MetricsError, KeyError, ValueError, TypeError, OverflowError) as error:
+            attempt.verdict.failures.append(f"the run's files: {error!r}")
             return
-        attempt.verdict.add(checks.check_steps(attempt.run.metrics, case.first_step, last))
+        # A program that does not hear what a case asks for would otherwise be equal to what it is compared with.
+        for name, text in attempt.asked.items():
+            if not same_setting(text, attempt.settings.get(name)):
+                attempt.verdict.failures.append(f"{name} is {attempt.settings.get(name)!r} in the run's config.yaml, expected {text}")
+        attempt.verdict.add(checks.check_steps(attempt.run.metrics, case.first_step, last, case.ranks))
 
     def compare(self, case: Case, attempt: Attempt, result: Result, verdict: Verdict) -> None:
         lines = attempt.run.metrics
@@ -210,6 +226,9 @@ class Runner:
         lines = attempt.run.metrics
         if self.options.record_reason is not None:
             # What fails otherwise is nothing to hold later runs to.
+            missing = [metric for metric in case.golden for line in lines if value_of(line, metric) is None]
+            if missing:
+                verdict.failures.append(f"{missing[0]} is not a number at every step, expected one to record")
             if not verdict.failures:
                 record_golden(path, case, lines, attempt.settings, self.environment, self.options.record_reason)
                 verdict.confirmed.append(f"recorded {path}")
@@ -255,9 +274,9 @@ class Runner:
             found: dict[str, float] = {}
             for one in contestants if number % 2 == 0 else reversed(contestants):
                 attempt = self.launch(one)
-                if one is case:
-                    result.runs.append(attempt.run)
+                result.runs.append(attempt.run)
                 if attempt.verdict.failures:
+                    result.telling_run = attempt.run
                     return Verdict([f"{one.name} failed in pair {number + 1}: {attempt.verdict.failures[0]}"])
                 speed = checks.tokens_per_second(attempt.run.metrics)
                 if not speed:
@@ -294,11 +313,13 @@ def read_test_report(path: pathlib.Path, attempt: Attempt) -> None:
         return
     failed = [name for name, test in tests if test.get("failures")]
     skipped = [(name, test) for name, test in tests if test.get("result") == "SKIPPED"]
-    ran = len(tests) - len(skipped)
+    ran = sum(test.get("result") == "COMPLETED" for _, test in tests)
     if failed:
         attempt.verdict.failures.append(f"{len(failed)} of {len(tests)} tests failed: {', '.join(failed[:8])}")
     elif not tests:
         attempt.verdict.failures.append("no test fits its filter, expected at least one")
+    elif ran == 0 and len(skipped) < len(tests):
+        attempt.verdict.failures.append(f"none of {len(tests)} tests ran, expected at least one; disabled ones do not")
     elif ran == 0 and not attempt.verdict.failures:
         why = [entry.get("message", "") for _, test in skipped for entry in test.get("skipped", [])]
         attempt.skipped = f"all {len(tests)} tests were skipped: {' '.join(why[0].split()) if why else 'no reason given'}"
@@ -308,13 +329,11 @@ def read_test_report(path: pathlib.Path, attempt: Attempt) -> None:
 
 
 def figures_of(run: Run) -> dict[str, float]:
-    figures = {"final_loss": float(run.metrics[-1]["loss"])}
-    if speed := checks.tokens_per_second(run.metrics):
-        figures["tokens_per_second"] = float(speed)
-    if peak := run.metrics[-1].get("peak_memory_bytes"):
-        figures["peak_memory_bytes"] = float(peak)
-    return figures
+    last = run.metrics[-1]
+    figures = {"final_loss": value_of(last, "loss"), "tokens_per_second": checks.tokens_per_second(run.metrics),
+               "peak_memory_bytes": value_of(last, "peak_memory_bytes")}
+    return {name: float(value) for name, value in figures.items() if value is not None}
 
 
 def int_or(text: str, default: int) -> int:
-    return int(text) if text.isdigit() else default
+    return int(text) if text.isdecimal() and text.isascii() else default

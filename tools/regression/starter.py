@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 
 from .case import Case, Run
@@ -17,7 +18,10 @@ class LocalStarter:
 
     def __init__(self, root: pathlib.Path, python: str, devices: Devices, launcher: str | None):
         self.devices = devices
-        self.launcher = make_launcher(launcher, python, cwd=root)
+        self.spreads = launcher == "srun"
+        # A test that was told to run a part of itself would pass as the whole.
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("GTEST_")}
+        self.launcher = make_launcher(launcher, python, cwd=root, inherited=inherited)
 
     def start(self, case: Case, argv: list[str], environment: dict[str, str], folder: pathlib.Path) -> Run:
         """Returns when nothing of the program runs any more. What keeps it from starting is a failure of the run."""
@@ -27,7 +31,9 @@ class LocalStarter:
             with contextlib.ExitStack() as claims:
                 port = claims.enter_context(claim_port())
                 # Whoever holds GPUs gives them back within the time limit of a case like this one.
-                claimed = claims.enter_context(GpuClaims(self.devices.gpus, case.ranks if on_gpus else 0, case.timeout_seconds))
+                claiming = on_gpus and (case.is_test or not self.spreads)  # srun's are given by Slurm
+                count = case.ranks if claiming else 0
+                claimed = claims.enter_context(GpuClaims(self.devices.gpus, count, case.timeout_seconds))
                 gpus = [gpu.uuid for gpu in claimed]
                 visible = gpus if on_gpus else None
                 if case.is_test:

@@ -10,7 +10,6 @@ import pathlib
 from typing import Any
 
 from ..case import FAILED, FLAKY, LEFT_OUT, PASSED, Result, Run
-from ..console import telling_run
 from ..history import FORMAT
 
 STATUSES = (PASSED, FAILED, FLAKY, LEFT_OUT)
@@ -39,7 +38,7 @@ def to_json(document: dict[str, Any]) -> bytes:
 
 
 def _case(folder: pathlib.Path, result: Result) -> dict[str, Any]:
-    run = telling_run(result)
+    run = result.telling_run
     return {
         "name": result.case.name,
         "status": result.status,

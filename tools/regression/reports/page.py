@@ -23,7 +23,7 @@ from .junit import flat
 ORDER = (FAILED, FLAKY, LEFT_OUT, PASSED)
 SYMBOLS = {PASSED: "✓", FAILED: "✗", FLAKY: "≈", LEFT_OUT: "○", None: "·"}
 # Unlike in every report.
-_OWN = ("date", "command")
+_OWN = ("date",)
 
 
 def to_page(document: dict[str, Any], history: list[dict[str, Any]]) -> bytes:

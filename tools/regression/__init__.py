@@ -1,0 +1,1 @@
+"""Runs lists of regression cases: docs/regression.md."""
