@@ -11,6 +11,7 @@ import tempfile
 import textwrap
 import time
 import unittest
+import unittest.mock
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -23,6 +24,9 @@ TRAIN = """
     steps, first = int(settings.get("training.steps", 3)), int(settings.get("fake.first", 1))
     rank = int(os.environ["RANK"])
     print("rank", rank, "of", os.environ["WORLD_SIZE"], "sees", os.environ.get("FAKE_WORD"), flush=True)
+    print("gpus", os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+    if settings.get("fake.memory"):
+        pathlib.Path(settings["fake.memory"]).write_text("9000 MiB")
     if settings.get("fake.count"):  # fails the first so many times
         count = pathlib.Path(settings["fake.count"])
         left = int(count.read_text())
@@ -71,6 +75,17 @@ TEST = """
               **({"skipped": [{"message": "no such device"}]} if word == "skip" else {})} for i, word in enumerate(words)]
     json.dump({"testsuites": [{"name": "S", "testsuite": tests}]}, open(report, "w"))
     sys.exit("fail" in words)
+"""
+# Four GPUs of a host, the memory of the first as a file says.
+NVIDIA_SMI = """
+    folder=$(dirname "$0")
+    case "$1" in
+      --query-gpu=index*) for i in 0 1 2 3; do echo "$i, GPU-$i$i, NVIDIA H200, 570.10"; done;;
+      --query-gpu=uuid*) for i in 1 2 3; do echo "GPU-$i$i, 500 MiB"; done; echo "GPU-00, $(cat "$folder/memory")";;
+      --query-gpu=driver*) echo 570.10;;
+      --query-compute*) ;;
+      *) exit 9;;
+    esac
 """
 CONFIG = "config: tests/regression/tiny.yaml"
 
@@ -270,6 +285,45 @@ class Regress(unittest.TestCase):
         text = self.cases("name: one")
         self.assertEqual(self.regress(text, "--require-gpus", "1"), 3)
         self.assertIn("[device] 0 GPUs are visible, expected at least 1", self.output)
+
+    def gpus(self):
+        (self.folder / "bin").mkdir()
+        path = self.folder / "bin/nvidia-smi"
+        path.write_text("#!/bin/sh\n" + textwrap.dedent(NVIDIA_SMI))
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        (self.folder / "bin/memory").write_text("500 MiB")
+        return {"PATH": f"{self.folder}/bin:{os.environ['PATH']}"}
+
+    def seen_gpus(self, out, case):
+        log = (self.folder / out / f"latest/cases/{case}/run-1/rank-0.log").read_text()
+        return log.split("gpus ")[1].split()[0].split(",")
+
+    def test_gpus_are_given_to_cases_and_counted(self):
+        with unittest.mock.patch.dict(os.environ, self.gpus()):
+            text = self.cases("name: two, ranks: 2", "name: four, ranks: 4, equals: {case: two, loss: bitwise}", "name: eight, ranks: 8")
+            self.assertEqual(self.regress(text, "--require-gpus", "4", device="auto"), 0, self.output)
+            self.assertEqual(self.regress(text, "--require-gpus", "5", device="auto"), 3)
+            self.assertEqual(self.regress(text, "--require-gpus", "4", device="auto"), 0, self.output)
+        self.assertEqual(self.seen_gpus("out", "two"), ["GPU-00", "GPU-11"])
+        self.assertEqual(self.seen_gpus("out", "four"), ["GPU-00", "GPU-11", "GPU-22", "GPU-33"])
+        self.assertEqual(self.reason("eight"), "needs 8 GPUs, 4 are visible")
+        self.assertEqual(self.regress(text), 0)
+        self.assertIn("gpus \n", (self.folder / "out/latest/cases/two/run-1/rank-0.log").read_text())
+
+    def test_memory_of_gpus_that_is_left_fails(self):
+        with unittest.mock.patch.dict(os.environ, self.gpus()):
+            text = self.cases(f"name: one, set: {{fake.memory: {self.folder}/bin/memory}}")
+            self.assertEqual(self.regress(text, device="cuda"), 1)
+        self.assertIn("left behind: ", self.reason("one"))
+        self.assertIn("GPU-00", self.reason("one"))
+
+    def test_two_runners_share_the_gpus(self):
+        with unittest.mock.patch.dict(os.environ, self.gpus()):
+            command = self.command(self.cases("name: one, ranks: 2, set: {fake.sleep: 5}"), device="cuda")
+            started = [subprocess.Popen([f"{word}{number}" if word.endswith("/out") else word for word in command],
+                                        env=self.environment(), stdout=subprocess.DEVNULL) for number in (1, 2)]
+            self.assertEqual([process.wait(timeout=100) for process in started], [0, 0])
+        self.assertEqual(sorted(self.seen_gpus("out1", "one") + self.seen_gpus("out2", "one")), ["GPU-00", "GPU-11", "GPU-22", "GPU-33"])
 
     def test_programs_of_tests(self):
         text = "cases:\n" + "\n".join(f"  - {{name: {name}, test: some_test, filter: '{words}'}}" for name, words in (

@@ -31,6 +31,10 @@ foreach(name
   hsdp_add_regression_test(${name} unit 600)
 endforeach()
 
+# They look for what a run leaves in /dev/shm, where one of them leaves something on purpose.
+set_tests_properties(unit.regression_launch unit.regression_main unit.regression_processes PROPERTIES
+  RESOURCE_LOCK shared_memory)
+
 # They start ranks over Gloo.
 if(HSDP_WITH_GLOO)
   hsdp_add_regression_test(mistakes multi 600)
@@ -38,6 +42,7 @@ if(HSDP_WITH_GLOO)
     "${CMAKE_COMMAND}" -E env "HSDP_PYTHON=${python}" "${PROJECT_SOURCE_DIR}/tools/regress"
     "${CMAKE_CURRENT_SOURCE_DIR}/regression/cpu.yaml" --device cpu --build "${PROJECT_BINARY_DIR}"
     --out "${CMAKE_CURRENT_BINARY_DIR}/regression")
-  set_tests_properties(multi.regression_cpu PROPERTIES LABELS multi TIMEOUT 900)
-  set_tests_properties(multi.regression_cpu multi.regression_mistakes PROPERTIES PROCESSORS 2)
+  set_tests_properties(multi.regression_cpu PROPERTIES LABELS multi TIMEOUT 480)
+  set_tests_properties(multi.regression_cpu multi.regression_mistakes PROPERTIES PROCESSORS 2
+    RESOURCE_LOCK shared_memory)
 endif()
