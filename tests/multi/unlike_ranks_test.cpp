@@ -270,8 +270,9 @@ TEST(UnlikeCalls, LoadersOfUnequalLengthAreToldOnAllRanks) {
                                                  : "): rank 1 calls all_gather \"first\" of "),
                                 HasSubstr("; called in "), EndsWith("; every rank must call it")));
         if (!longer) return;
-        EXPECT_THAT(text,
-                    HasSubstr("; called in torch::nn::LinearImpl::forward by (anonymous namespace)::Trainer::loss ("));
+        // The module's own forward between the two is a frame only where it was not inlined.
+        EXPECT_THAT(text, AllOf(HasSubstr("; called in torch::nn::LinearImpl::forward by (anonymous namespace)::"),
+                                HasSubstr("(anonymous namespace)::Trainer::loss (")));
         expect_error<dtensor::CommunicationError>([] { hsdp::shutdown(); }, "[barrier] shutdown, ");
       },
       short_timeout());

@@ -38,11 +38,14 @@ set_tests_properties(unit.regression_launch unit.regression_main unit.regression
 # They start ranks over Gloo.
 if(HSDP_WITH_GLOO)
   hsdp_add_regression_test(mistakes multi 600)
-  add_test(NAME multi.regression_cpu COMMAND
-    "${CMAKE_COMMAND}" -E env "HSDP_PYTHON=${python}" "${PROJECT_SOURCE_DIR}/tools/regress"
-    "${CMAKE_CURRENT_SOURCE_DIR}/regression/cpu.yaml" --device cpu --build "${PROJECT_BINARY_DIR}"
-    --out "${CMAKE_CURRENT_BINARY_DIR}/regression")
+  foreach(list cpu nightly)
+    add_test(NAME multi.regression_${list} COMMAND
+      "${CMAKE_COMMAND}" -E env "HSDP_PYTHON=${python}" "${PROJECT_SOURCE_DIR}/tools/regress"
+      "${CMAKE_CURRENT_SOURCE_DIR}/regression/${list}.yaml" --device cpu --build "${PROJECT_BINARY_DIR}"
+      --out "${CMAKE_CURRENT_BINARY_DIR}/regression/${list}")
+  endforeach()
   set_tests_properties(multi.regression_cpu PROPERTIES LABELS multi TIMEOUT 480)
-  set_tests_properties(multi.regression_cpu multi.regression_mistakes PROPERTIES PROCESSORS 2
-    RESOURCE_LOCK shared_memory)
+  set_tests_properties(multi.regression_nightly PROPERTIES LABELS "multi;nightly" TIMEOUT 7200)
+  set_tests_properties(multi.regression_cpu multi.regression_nightly multi.regression_mistakes PROPERTIES
+    PROCESSORS 2 RESOURCE_LOCK shared_memory)
 endif()
