@@ -14,7 +14,10 @@ target_compile_options(hsdp_warnings INTERFACE
 
 add_library(hsdp_build_settings INTERFACE)
 # Executables too: with -fPIE they could not use the library's precompiled header.
-target_compile_options(hsdp_build_settings INTERFACE -fPIC -pthread)
+target_compile_options(hsdp_build_settings INTERFACE -fPIC -pthread
+  # Half of what a compiler holds comes from the precompiled header: looking through it for garbage takes an eighth of the
+  # time and finds nothing.
+  $<$<CXX_COMPILER_ID:GNU>:SHELL:--param ggc-min-heapsize=1048576>)
 target_link_options(hsdp_build_settings INTERFACE -pthread)
 target_link_libraries(hsdp_build_settings INTERFACE hsdp_warnings)
 
