@@ -12,7 +12,8 @@ from regression.case import Case, Place
 from regression.goldens import GoldenError, golden_path, read_golden, record_golden
 
 ENVIRONMENT = {"device": "cpu", "device_name": "cpu-x86_64", "torch": "2.11.0+cu130", "nccl": "2.28.9", "driver": "none",
-               "processor": "some", "date": "2026-01-02T03:04:05Z", "commit": "abc"}
+               "processor": "some", "date": "2026-01-02T03:04:05Z", "commit": "abc",
+               "dirty": 0}
 CASE = Case("curve[ranks=2,reshard=true]", Place("list.yaml", 1, 1), ranks=2, golden={"loss": 0.0, "collectives.all_gathers": 0.0})
 LINES = [{"step": step, "loss": 1.0 / step, "collectives": {"all_gathers": 7}} for step in (1, 2, 3)]
 SETTINGS = {"training.steps": 3, "optimizer.lr": 0.1, "metrics.folder": "/somewhere", "data.path": "a"}

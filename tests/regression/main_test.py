@@ -214,7 +214,7 @@ class Regress(unittest.TestCase):
     def test_time_limit(self):
         start = time.monotonic()
         self.assertEqual(self.regress(self.cases('name: one, ranks: 2, timeout: 1.5, set: {fake.sleep: 60}')), 1)
-        self.assertIn("took longer than its time limit of 1.5 s", self.reason("one"))
+        self.assertIn("took longer than its time limit of 1.5 s and was stopped, ranks 0, 1 still running", self.reason("one"))
         self.assertLess(time.monotonic() - start, 50)
 
     def test_retries_make_flaky_and_are_off_by_default(self):
@@ -236,10 +236,13 @@ class Regress(unittest.TestCase):
         self.assertIn("no golden at", self.output)
         self.assertIn("--only one --device cpu --build", self.output)
         self.assertIn("--record-goldens --reason 'WHY'", self.output)
-        for arguments in (("--record-goldens",), ("--reason", "why"), ("--record-goldens", "--reason", " ")):
+        for arguments in (("--record-goldens",), ("--reason", "why"), ("--record-goldens", "--reason", " "),
+                          ("--record-goldens", "--reason", "why", "--retries", "1")):
             self.assertEqual(self.regress("variables: {scale: 1.0}\n" + text, *arguments), 2)
         self.assertEqual(list(self.folder.glob("goldens/*")), [])
         self.assertEqual(self.regress("variables: {scale: 1.0}\n" + text, "--record-goldens", "--reason", "first"), 0)
+        self.assertIn(f"one: recorded {self.folder}/goldens/one/", self.output)
+        self.assertEqual(self.regress(self.cases("name: bare"), "--record-goldens", "--reason", "first"), 2)
         self.assertEqual(json.loads(next(self.folder.glob("goldens/one/*.json")).read_text())["reason"], "first")
         self.assertEqual(self.regress("variables: {scale: 1.0}\n" + text), 0)
         self.assertEqual(self.regress("variables: {scale: 1.01}\n" + text), 1)
@@ -262,6 +265,11 @@ class Regress(unittest.TestCase):
         self.assertEqual(self.regress(self.cases("name: one, golden: {looss: 1.0e-3}"), "--record-goldens", "--reason", "why"), 1)
         self.assertIn("looss is not a number at every step, expected one to record", self.reason("one"))
         self.assertEqual(list(self.folder.glob("goldens/*")), [])
+
+    def test_a_golden_that_cannot_be_written_is_told(self):
+        (self.folder / "goldens").write_text("a file")
+        self.assertEqual(self.regress(self.cases("name: one, golden: {loss: 0.1}"), "--record-goldens", "--reason", "why"), 1)
+        self.assertIn("cannot be written: ", self.reason("one"))
 
     def test_throughput_runs_in_pairs(self):
         text = self.cases("name: slow, set: {fake.speed: 50}", "name: fast",
@@ -339,13 +347,13 @@ class Regress(unittest.TestCase):
 
     def test_a_program_that_is_not_built_fails(self):
         self.assertEqual(self.regress("cases: [{name: one, test: other_test}]"), 1)
-        self.assertIn("tests/other_test is not there; build it", self.reason("one"))
+        self.assertIn("tests/other_test is not there; is it built", self.reason("one"))
 
     def test_bad_lists_and_command_lines(self):
         self.assertEqual(self.regress("cases: [{name: one}]\n"), 2)
         self.assertIn(f"{self.folder}/list.yaml:1:", self.output)
         good = self.cases("name: one")
-        for arguments in (("--only", "three"), ("--shard", "3/2"), ("--shard", "0/2"), ("--shard", "x"), ("--retries", "-1"),
+        for arguments in (("--only", "three"), ("--only", ""), ("--shard", "3/2"), ("--shard", "0/2"), ("--shard", "x"), ("--retries", "-1"),
                           ("--require-gpus", "many"), ("--launcher", "mpirun"), ("--nonsense",)):
             with self.subTest(arguments=arguments):
                 self.assertEqual(self.regress(good, *arguments), 2, self.output)
@@ -375,6 +383,7 @@ class Regress(unittest.TestCase):
         self.assertEqual({name: case["status"] for name, case in self.results().items()},
                          {"one": "passed", "two": "failed", "three": "left_out"})
         self.assertIn("interrupted", self.reason("two"))
+        self.assertIn("rank 0 of 2 sees None", output)
         self.assertIn('failures="1"', (self.folder / "out/latest/report.xml").read_text())
 
     def test_latest_is_never_a_former_report(self):

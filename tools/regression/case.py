@@ -98,6 +98,8 @@ class Run:
     exit_codes: list[int | None]
     seconds: float
     timed_out: bool = False
+    # Ranks that still ran at the time limit, where they are known.
+    stopped: list[int] = dataclasses.field(default_factory=list)
     # The rank that failed first.
     failing_rank: int | None = None
     # Why it could not be started.

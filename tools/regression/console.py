@@ -1,4 +1,4 @@
-"""What the runner prints: a line a case while it runs, and the summary."""
+"""What the runner prints: a line a case when it is done, and the summary."""
 from __future__ import annotations
 
 import collections
@@ -24,6 +24,14 @@ class Console:
         self.coloured = (
             self.stream.isatty() and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
         )
+
+    def begin(self, list_name: str, cases: int, device: str) -> None:
+        """Before anything takes time."""
+        self._write([f"{cases} cases of {list_name} on {device}"])
+
+    def recorded(self, result: Result) -> None:
+        """Where the golden of a case went, if one was recorded."""
+        self._write([f"{_one_line(result.case.name)}: {line}" for line in result.confirmed if line.startswith("recorded ")])
 
     def case_done(self, result: Result) -> None:
         """One line; below that of a case that failed, or did so at first, all that is needed to go after it."""

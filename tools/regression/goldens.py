@@ -84,6 +84,7 @@ def record_golden(path: pathlib.Path, case: Case, lines: Lines, settings: dict[s
         "reason": reason,
         "recorded": environment["date"],
         "commit": environment["commit"],
+        "dirty": environment["dirty"],
         "environment": {name: environment[name] for name in ("device_name", "torch", "nccl", "driver", "processor")},
         "settings": compared_settings(settings),
         "steps": [line["step"] for line in lines],

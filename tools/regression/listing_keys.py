@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from .case import Bound
+from .launch import is_launchers
 from .listing_nodes import Given, Misfit, Scope, got, is_nothing, is_plain, place_of
 
 KEYS_OF_LIST = ("variables", "include", "goldens", "defaults", "bases", "cases")
@@ -58,6 +59,8 @@ def check_setting(key: str, place: Place) -> None:
 def check_variable(key: str, place: Place) -> None:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
         raise Misfit(place, f"environment: key {key!r}, expected the name of an environment variable")
+    if is_launchers(key) or key == "CUDA_VISIBLE_DEVICES":
+        raise Misfit(place, f"environment: {key} is set by the launcher of a case, expected another variable")
 
 
 def check_metric(key: str, place: Place) -> None:

@@ -32,15 +32,20 @@ def main(arguments: list[str]) -> int:
         parser.error("--record-goldens and --reason TEXT are given together: the reason is kept beside the curve")
     if options.reason is not None and not options.reason.strip():
         parser.error("--reason is empty, expected why the recorded curve is right")
+    if options.record_goldens and options.retries:
+        parser.error("--retries does not go with --record-goldens: what passes now and then is nothing to hold later runs to")
     # Whoever reads `latest` must not take a former report for this one's.
     with contextlib.suppress(OSError):
         (out_folder(options) / "latest").unlink()
     try:
         cases = read_list(options.list, ROOT)
-        selected = select(cases.cases, options.only) if options.only else list(cases.cases)
+        selected = select(cases.cases, options.only) if options.only is not None else list(cases.cases)
         selected = part(selected, *options.shard) if options.shard else selected
     except ListError as error:
         print(error, file=sys.stderr)
+        return BAD_LIST
+    if options.record_goldens and selected and not any(case.golden for case in selected):
+        print("[list] none of the chosen cases has a golden, expected one to record", file=sys.stderr)
         return BAD_LIST
     try:
         devices = find_devices(options.device)
@@ -106,11 +111,12 @@ def shard(text: str) -> tuple[int, int]:
 
 def run(options: argparse.Namespace, arguments: list[str], cases: CaseList, selected: list[Case], devices: Devices) -> int:
     out, build = out_folder(options), options.build.resolve()
+    console = Console()
+    console.begin(cases.name, len(selected), devices.name)
     starter = LocalStarter(ROOT, sys.executable, devices, options.launcher)
     environment = describe_environment(ROOT, build, sys.executable, devices)
     history = read_history(out, cases.name)
     folder = new_run_folder(out)
-    console = Console()
     results: list[Result] = []
     runner = Runner(cases.cases, devices, starter, environment, Options(
         root=ROOT, build=build, python=sys.executable, out=folder, goldens=cases.goldens.resolve(),
@@ -125,10 +131,16 @@ def run(options: argparse.Namespace, arguments: list[str], cases: CaseList, sele
         status = FAILED
         for case in selected[len(results):]:
             results.append(Result(case, status, [INTERRUPTED], command=repeat_command(options, case)))
+            if status == FAILED and starter.current is not None:
+                results[-1].runs = [starter.current]
+                results[-1].telling_run, results[-1].log_tail = starter.current, starter.last_lines(starter.current)
+            console.case_done(results[-1])
             status = LEFT_OUT
     ignore_signals()
     write_reports(folder, cases.name, results, environment, history, shlex.join(["tools/regress", *arguments]))
     point_latest(out, folder)
+    for result in results:
+        console.recorded(result)
     console.summary(results, str(folder / "report.html"))
     return exit_code(results)
 

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from . import devices, leftovers
 
 # A rank that outlives a failed one normally finds out and says so; after these seconds it is stopped.
+# Characters of a line of a log that are shown.
+LONGEST_LINE = 2000
 AFTER_FAILURE_SECONDS = 20.0
 # What ends a little after the ranks, as Python's resource tracker does, is no leftover.
 SETTLE_SECONDS = 5.0
@@ -83,7 +85,7 @@ def last_lines(log: pathlib.Path, count: int = 50) -> list[str]:
         with open(log, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 256 * 1024))
-            return file.read().decode(errors="replace").splitlines()[-count:]
+            return [line[:LONGEST_LINE] for line in file.read().decode(errors="replace").splitlines()[-count:]]
     except OSError:
         return []
 

@@ -170,7 +170,7 @@ class Runner:
                 argv += ["--set", f"{name}={text}"]
         if not pathlib.Path(argv[0]).exists():
             run = Run(folder, shlex.join(argv), [], 0.0)
-            return Attempt(run, Verdict([f"{argv[0]} is not there; build it with cmake --build --preset release"]))
+            return Attempt(run, Verdict([f"{argv[0]} is not there; is it built, and has it this name?"]))
         run = self.starter.start(case, argv, environment, folder)
         attempt = Attempt(run, process_verdict(run, case), asked=settings)
         if case.is_test:
@@ -230,8 +230,11 @@ class Runner:
             if missing:
                 verdict.failures.append(f"{missing[0]} is not a number at every step, expected one to record")
             if not verdict.failures:
-                record_golden(path, case, lines, attempt.settings, self.environment, self.options.record_reason)
-                verdict.confirmed.append(f"recorded {path}")
+                try:
+                    record_golden(path, case, lines, attempt.settings, self.environment, self.options.record_reason)
+                    verdict.confirmed.append(f"recorded {path}")
+                except OSError as error:
+                    verdict.failures.append(f"golden {path} cannot be written: {error}")
             return
         try:
             golden = read_golden(path, case, attempt.settings)
@@ -292,7 +295,8 @@ def process_verdict(run: Run, case: Case) -> Verdict:
     if run.problem:
         verdict.failures.append(run.problem)
     elif run.timed_out:
-        verdict.failures.append(f"took longer than its time limit of {case.timeout_seconds:g} s and was stopped")
+        ranks = f", ranks {', '.join(map(str, run.stopped))} still running" if run.stopped else ""
+        verdict.failures.append(f"took longer than its time limit of {case.timeout_seconds:g} s and was stopped{ranks}")
     elif run.failing_rank is not None:
         code = run.exit_codes[run.failing_rank] if run.failing_rank < len(run.exit_codes) else None
         how = "ended with an unknown code" if code is None else f"was ended by signal {-code}" if code < 0 else f"ended with {code}"

@@ -7,7 +7,7 @@ import pathlib
 
 from .case import Case, Run
 from .devices import DeviceError, Devices, GpuClaims, claim_port
-from .launch import Ranks, make_launcher
+from .launch import Ranks, make_launcher, rank_log
 from .processes import LaunchError, Outcome, last_lines, run_processes
 
 LAST_LINES = 50
@@ -19,6 +19,8 @@ class LocalStarter:
     def __init__(self, root: pathlib.Path, python: str, devices: Devices, launcher: str | None):
         self.devices = devices
         self.spreads = launcher == "srun"
+        # What runs at this moment, for who is interrupted.
+        self.current: Run | None = None
         # A test that was told to run a part of itself would pass as the whole.
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("GTEST_")}
         self.launcher = make_launcher(launcher, python, cwd=root, inherited=inherited)
@@ -26,7 +28,8 @@ class LocalStarter:
     def start(self, case: Case, argv: list[str], environment: dict[str, str], folder: pathlib.Path) -> Run:
         """Returns when nothing of the program runs any more. What keeps it from starting is a failure of the run."""
         on_gpus = self.devices.kind == "cuda"
-        run = Run(folder, "", [], 0.0)
+        run = Run(folder, "", [], 0.0, telling_log=rank_log(folder, 0))
+        self.current = run
         try:
             with contextlib.ExitStack() as claims:
                 port = claims.enter_context(claim_port())
@@ -47,8 +50,10 @@ class LocalStarter:
                          else self.launcher.ranks(outcome, case.ranks, folder))
         except (DeviceError, LaunchError, OSError) as error:
             run.problem = str(error)
-            return run
-        return filled(run, outcome, ended)
+            run.telling_log = None
+            outcome = None
+        self.current = None
+        return run if outcome is None else filled(run, outcome, ended)
 
     def last_lines(self, run: Run) -> list[str]:
         return last_lines(run.telling_log, LAST_LINES) if run.telling_log else []
@@ -58,6 +63,8 @@ def filled(run: Run, outcome: Outcome, ended: Ranks) -> Run:
     run.exit_codes = ended.exit_codes
     run.seconds = outcome.seconds
     run.timed_out = outcome.timed_out
+    if len(outcome.exit_codes) == len(ended.exit_codes):  # processes are ranks
+        run.stopped = outcome.stopped
     run.failing_rank = ended.failing_rank
     run.logs = ended.logs
     run.telling_log = ended.telling_log
