@@ -120,6 +120,7 @@ TEST(PendingSave, IsPendingUntilAllRanksHaveWritten) {
       EXPECT_TRUE(pending.poll());
       pending.wait();
       EXPECT_TRUE(fs::exists(path + "/manifest.json"));
+      context.environment().barrier("seen");
       on_rank_0(context, [&] { fs::remove_all(path); });
     }
   });
