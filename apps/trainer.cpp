@@ -13,6 +13,7 @@
 
 #include "apps/checkpointing.h"
 #include "apps/failure.h"
+#include "apps/optimizer_over.h"
 #include "hsdp/hsdp.h"
 #include "hsdp/launch/device.h"
 #include "models/transformer.h"
@@ -53,18 +54,6 @@ hsdp::GradScaler make_grad_scaler(const Config& config) {
   state.growth_interval = config.grad_scaler.growth_interval;
   return hsdp::GradScaler(state,
                           config.grad_scaler.enabled.value_or(config.mixed_precision.param_dtype == torch::kHalf));
-}
-
-/// An optimizer of class T over a group for each pattern without weight decay and one for the rest.
-template <class T, class Model, class Options>
-std::unique_ptr<torch::optim::Optimizer> optimizer_over(const Model& model, const std::vector<std::string>& no_decay,
-                                                        const Options& options) {
-  auto without_decay = options;
-  without_decay.weight_decay(0.0);
-  std::vector<hsdp::GroupRule> rules;
-  for (const auto& pattern : no_decay) rules.emplace_back(pattern, without_decay);
-  rules.emplace_back("**", options);
-  return std::make_unique<T>(hsdp::parameter_groups(model, rules), options);
 }
 
 template <class Model>

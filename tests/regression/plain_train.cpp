@@ -24,10 +24,10 @@
 #include "apps/failure.h"
 #include "apps/lr_schedule.h"
 #include "apps/metrics.h"
+#include "apps/optimizer_over.h"
 #include "dtensor/error.h"
 #include "hsdp/launch/device.h"
 #include "hsdp/launch/launcher_env.h"
-#include "hsdp/parameter_groups.h"
 #include "models/transformer.h"
 
 namespace {
@@ -104,32 +104,19 @@ void read_weights(const std::string& path, torch::nn::Module& model) {
   if (!header.empty()) refuse(" has ", header.begin().key(), ", which the model lacks");
 }
 
-/// An optimizer over a group for each pattern without weight decay and one for the rest.
-template <class T, class Options>
-std::unique_ptr<torch::optim::Optimizer> optimizer_over(const torch::nn::Module& model,
-                                                        const std::vector<std::string>& no_decay,
-                                                        const Options& options) {
-  auto without_decay = options;
-  without_decay.weight_decay(0.0);
-  std::vector<hsdp::GroupRule> rules;
-  for (const auto& pattern : no_decay) rules.emplace_back(pattern, without_decay);
-  rules.emplace_back("**", options);
-  return std::make_unique<T>(hsdp::parameter_groups(model, rules), options);
-}
-
 /// The fused optimizers are to give the numbers of the stock ones.
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(const apps::OptimizerConfig& config,
                                                         const torch::nn::Module& model) {
   if (config.name == apps::OptimizerName::sgd || config.name == apps::OptimizerName::fused_sgd) {
-    return optimizer_over<torch::optim::SGD>(
+    return apps::optimizer_over<torch::optim::SGD>(
         model, config.no_decay,
         torch::optim::SGDOptions(config.lr).momentum(config.momentum).weight_decay(config.weight_decay));
   }
-  return optimizer_over<torch::optim::AdamW>(model, config.no_decay,
-                                             torch::optim::AdamWOptions(config.lr)
-                                                 .betas({config.beta1, config.beta2})
-                                                 .eps(config.eps)
-                                                 .weight_decay(config.weight_decay));
+  return apps::optimizer_over<torch::optim::AdamW>(model, config.no_decay,
+                                                   torch::optim::AdamWOptions(config.lr)
+                                                       .betas({config.beta1, config.beta2})
+                                                       .eps(config.eps)
+                                                       .weight_decay(config.weight_decay));
 }
 
 void train(const apps::Config& config) {

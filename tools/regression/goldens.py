@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import re
 from typing import Any
@@ -11,6 +10,7 @@ from .case import Case
 from .checks import Lines
 from .metrics import value_of
 from .placeholders import folder_name
+from .whole_files import write_whole
 
 FORMAT = 1
 # Where a run writes and reads, rather than what it computes.
@@ -91,9 +91,4 @@ def record_golden(path: pathlib.Path, case: Case, lines: Lines, settings: dict[s
         "metrics": {metric: [value_of(line, metric) for line in lines] for metric in case.golden or {}},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(golden, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, (json.dumps(golden, indent=1) + "\n").encode())

@@ -1,11 +1,11 @@
 """The reports of a run: report.json, report.xml (JUnit) and report.html."""
 from __future__ import annotations
 
-import os
 import pathlib
 from typing import Any
 
 from ..case import Result
+from ..whole_files import write_whole
 from .document import make_document, to_json
 from .junit import to_junit
 from .page import to_page
@@ -23,18 +23,6 @@ def write_reports(
     that of read_history, `command` what started the run. Each file appears whole or not at all."""
     folder = pathlib.Path(folder)
     document = make_document(folder, list_name, results, environment, command)
-    _write(folder / "report.json", to_json(document))
-    _write(folder / "report.xml", to_junit(document))
-    _write(folder / "report.html", to_page(document, history))
-
-
-def _write(path: pathlib.Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(folder / "report.json", to_json(document))
+    write_whole(folder / "report.xml", to_junit(document))
+    write_whole(folder / "report.html", to_page(document, history))
