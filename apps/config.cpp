@@ -114,6 +114,21 @@ void check_together(const Config& config, const YamlEntries& yaml, const std::st
     problems.push_back(c10::str(place("training.sample_bytes"), " is ", config.training.sample_bytes,
                                 ", expected 0 unless data.format is bytes and model.vocab_size is 256"));
   }
+  const auto& profile = config.profile;
+  if (!profile.trace_folder.empty() && (profile.trace_first_step > config.training.steps ||
+                                        profile.trace_steps > config.training.steps - profile.trace_first_step + 1)) {
+    problems.push_back(c10::str(place("profile.trace_first_step"), " ", profile.trace_first_step, " and trace_steps ",
+                                profile.trace_steps, ", expected no step after the last, training.steps ",
+                                config.training.steps));
+  }
+  if (profile.memory_snapshot_step > config.training.steps) {
+    problems.push_back(c10::str(place("profile.memory_snapshot_step"), " is ", profile.memory_snapshot_step,
+                                ", expected at most training.steps ", config.training.steps));
+  }
+  if (profile.memory_snapshot_step > 0 && profile.memory_snapshot_folder.empty()) {
+    problems.push_back(c10::str(place("profile.memory_snapshot_step"), " is ", profile.memory_snapshot_step,
+                                ", expected profile.memory_snapshot_folder to be set for it"));
+  }
   if (config.checkpoint.folder.empty() && step_in(config.checkpoint.load)) {
     problems.push_back(
         c10::str(place("checkpoint.load"), " is ", config.checkpoint.load,

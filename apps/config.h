@@ -112,6 +112,22 @@ struct CheckpointConfig {
   std::string weights;
 };
 
+/// See hsdp/profiling.h.
+struct ProfileConfig {
+  /// Of the traces; empty (`none` in YAML): none is recorded.
+  std::string trace_folder;
+  int64_t trace_first_step = 3, trace_steps = 1;
+  /// Ranks that record; empty: all.
+  std::vector<int64_t> trace_ranks;
+  /// See hsdp::TraceOptions.
+  bool record_shapes = false, profile_memory = false;
+  bool nvtx = false;
+  /// Of the snapshots of device memory, written when memory runs out; empty (`none` in YAML): none is.
+  std::string memory_snapshot_folder;
+  /// At the end of this step there is one, too; 0: there is not.
+  int64_t memory_snapshot_step = 0;
+};
+
 enum class CommBackend { automatic, gloo, nccl };
 
 struct CommConfig {
@@ -133,6 +149,7 @@ struct Config {
   LrScheduleConfig lr_schedule;
   MetricsConfig metrics;
   CheckpointConfig checkpoint;
+  ProfileConfig profile;
   CommConfig comm;
 };
 

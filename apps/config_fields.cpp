@@ -216,6 +216,27 @@ class Fields {
     };
   }
 
+  /// `all` for an empty list, or numbers of ranks.
+  void ranks(const char* key, std::vector<int64_t>& values) {
+    const auto set = [&values](const YamlEntry& entry) -> std::optional<std::string> {
+      const std::string refusal = "expected all or list of int of at least 0" + got(entry);
+      std::vector<int64_t> read;
+      if (entry.kind != YamlEntry::Kind::plain || entry.text != "all") {
+        const auto texts = to_texts(entry);
+        if (!texts || texts->empty()) return refusal;
+        for (const auto& text : *texts) {
+          const auto number = to_number<int64_t>({YamlEntry::Kind::plain, text, "", ""});
+          if (!number || *number < 0) return refusal;
+          read.push_back(*number);
+        }
+      }
+      values = std::move(read);
+      return std::nullopt;
+    };
+    add(key, Presence::optional, set,
+        [&values] { return values.empty() ? std::string("all") : c10::str("[", c10::Join(", ", values), "]"); });
+  }
+
   /// `default` for empty, `true`, `false`, or a positive int.
   void reshard(const char* key, std::optional<std::variant<bool, int64_t>>& value) {
     const auto set = [&value](const YamlEntry& entry) -> std::optional<std::string> {
@@ -358,6 +379,17 @@ std::vector<ConfigField> config_fields(Config& config) {
   fields.text("load", config.checkpoint.load);
   fields.boolean("async", config.checkpoint.async);
   fields.text_or_none("weights", config.checkpoint.weights);
+
+  fields.section("profile");
+  fields.text_or_none("trace_folder", config.profile.trace_folder);
+  fields.integer("trace_first_step", config.profile.trace_first_step, 1);
+  fields.integer("trace_steps", config.profile.trace_steps, 1);
+  fields.ranks("trace_ranks", config.profile.trace_ranks);
+  fields.boolean("record_shapes", config.profile.record_shapes);
+  fields.boolean("profile_memory", config.profile.profile_memory);
+  fields.boolean("nvtx", config.profile.nvtx);
+  fields.text_or_none("memory_snapshot_folder", config.profile.memory_snapshot_folder);
+  fields.integer("memory_snapshot_step", config.profile.memory_snapshot_step, 0);
 
   fields.section("comm");
   fields.choice<CommBackend>(

@@ -76,7 +76,10 @@ void run(const hsdp::Environment& environment, const std::optional<apps::Config>
   });
   std::vector<apps::ConfigValue> values = apps::config_values(*config);
   // Folders may be named differently on each host.
-  std::erase_if(values, [](const auto& value) { return value.name == "data.path" || value.name == "metrics.folder"; });
+  std::erase_if(values, [](const auto& value) {
+    return value.name == "data.path" || value.name == "metrics.folder" || value.name == "profile.trace_folder" ||
+           value.name == "profile.memory_snapshot_folder";
+  });
   apps::check_same(environment, values);
 
   std::optional<apps::DataLoader> data;

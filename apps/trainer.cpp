@@ -8,12 +8,15 @@
 #include <iostream>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <variant>
 
+#include "apps/agreement.h"
 #include "apps/checkpointing.h"
 #include "apps/failure.h"
 #include "apps/optimizer_over.h"
+#include "apps/profiling.h"
 #include "hsdp/hsdp.h"
 #include "hsdp/launch/device.h"
 #include "models/transformer.h"
@@ -157,6 +160,8 @@ void train(const Config& config, const hsdp::Environment& environment, const Dat
            const OpenRunFolder& open_folder, const StopSignal* stop) {
   const auto& training = config.training;
   const torch::Device device = environment.device();
+  std::optional<Profiling> profiling;
+  agree(environment, [&] { profiling.emplace(config.profile, environment); });
   torch::manual_seed(uint64_t(training.seed));
   auto net = hsdp::meta_init([&] { return models::Transformer(config.model); });
   auto model = hsdp::fully_shard(net, sharding(config, environment));
@@ -198,6 +203,7 @@ void train(const Config& config, const hsdp::Environment& environment, const Dat
   while (progress.step < training.steps && !stopping) {
     StepMetrics metrics;
     metrics.step = progress.step + 1;
+    profiling->begin(metrics.step);
     metrics.ranks = environment.world_size();
     metrics.lr = config.optimizer.lr * lr_factor(config.lr_schedule, progress.step, training.steps);
     set_lr(*optimizer, metrics.lr);
@@ -249,7 +255,9 @@ void train(const Config& config, const hsdp::Environment& environment, const Dat
                                      "optimizer.lr or a longer lr_schedule.warmup_steps may help");
     }
     checkpoints.step_done(state);
+    profiling->end();
   }
+  profiling->finish();
   checkpoints.save(state);
   checkpoints.wait();
 

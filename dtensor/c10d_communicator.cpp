@@ -1,180 +1,31 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <array>
 #include <chrono>
-#include <cstdio>
 #include <functional>
 #include <optional>
+#include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
 
+#include "dtensor/c10d_work.h"
 #include "dtensor/call_board.h"
-#include "dtensor/call_site.h"
 #include "dtensor/collective.h"
 #include "dtensor/collective_call.h"
+#include "dtensor/collective_watch.h"
 #include "dtensor/communicator.h"
 #include "dtensor/error.h"
+#include "dtensor/graph_capture.h"
 
 namespace dtensor {
 namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
-
-/// 12345678 -> "12,345,678"
-std::string grouped_digits(int64_t value) {
-  std::string text = std::to_string(value);
-  for (int64_t at = static_cast<int64_t>(text.size()) - 3; at > 0; at -= 3) text.insert(at, ",");
-  return text;
-}
-
-std::string seconds_text(milliseconds duration) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.3g s", static_cast<double>(duration.count()) / 1000.0);
-  return text;
-}
-
-/// Which group, for texts.
-struct Group {
-  std::string backend, label;
-  int64_t rank = 0, size = 0;
-  milliseconds timeout{0};
-  bool on_device = false;
-};
-
-/// Which operation, for texts.
-struct Operation {
-  const char* name = "";
-  std::string subject;
-  int64_t bytes = 0;
-  int64_t collectives = 0;
-};
-
-/// "blocks.3, 1,024 bytes over gloo group "shard" (rank 1 of 4)"
-std::string describe(const Group& group, const Operation& operation) {
-  return c10::str(operation.subject, operation.subject.empty() ? "" : ", ",
-                  operation.collectives > 1 ? c10::str(operation.collectives, " collectives, ") : std::string(),
-                  grouped_digits(operation.bytes), " bytes over ", group.backend, " group \"", group.label, "\" (rank ",
-                  group.rank, " of ", group.size, ")");
-}
-
-/// The text is built only on failure. After a failure the state of the group is unknown, so the advice is the same
-/// whatever the cause.
-[[noreturn]] void raise_failure(const Group& group, const Operation& operation, steady_clock::time_point start,
-                                const std::string& cause) {
-  const auto elapsed = std::chrono::duration_cast<milliseconds>(steady_clock::now() - start);
-  raise<CommunicationError>(operation.name, describe(group, operation), " failed after ", seconds_text(elapsed),
-                            " (timeout ", seconds_text(group.timeout), "): ", cause, call_site(),
-                            "; a rank failed, left, or did not make the same call: every rank must call it");
-}
-
-[[noreturn]] void raise_mismatch(const Group& group, const Operation& operation, const std::string& other) {
-  raise<CommunicationError>(operation.name, describe(group, operation), ": ", other,
-                            ", expected the same call on all ranks", call_site(), "; every rank must call it");
-}
-
-/// A collective that failed before it started; whoever waits is told.
-class FailedWork final : public Work {
- public:
-  explicit FailedWork(std::string failure) : failure_(std::move(failure)) {}
-  void wait() override { throw CommunicationError(failure_); }
-  bool is_completed() override { return true; }
-
- private:
-  std::string failure_;
-};
-
-class C10dWork final : public Work {
- public:
-  C10dWork(std::shared_ptr<const Group> group, Operation operation, std::vector<c10::intrusive_ptr<c10d::Work>> works,
-           std::vector<at::Tensor> tensors, std::vector<std::function<void()>> finishers)
-      : group_(std::move(group)),
-        operation_(std::move(operation)),
-        works_(std::move(works)),
-        tensors_(std::move(tensors)),
-        finishers_(std::move(finishers)) {}
-
-  // The backend may still be writing, and its own references end with the operation, not with the caller's interest.
-  ~C10dWork() override {
-    for (const auto& work : works_) {
-      try {
-        wait_for(*work);
-      } catch (...) {
-        // Nobody is left to be told; a later call on this group reports the failure.
-      }
-    }
-  }
-
-  void wait() override {
-    if (!failure_.empty()) throw CommunicationError(failure_);
-    if (works_.empty()) return;
-    try {
-      wait_for_all();
-      CollectiveGuard guard;
-      for (const auto& finish : finishers_) finish();
-    } catch (const CommunicationError& error) {
-      failure_ = error.what();
-      release();
-      throw;
-    }
-    release();
-  }
-
-  bool is_completed() override {
-    for (const auto& work : works_) {
-      if (!work->isCompleted()) return false;
-    }
-    return true;
-  }
-
- private:
-  // The backend's own time-out comes first and says more; this one covers a backend that waits behind a lost operation.
-  static constexpr milliseconds grace_{1000};
-
-  bool wait_for(c10d::Work& work) {
-    // With a time-out, a backend of an accelerator would block the host instead of making the current stream wait; it
-    // watches the time itself.
-    return work.wait(group_->on_device ? kNoTimeout : group_->timeout + grace_);
-  }
-
-  void wait_for_all() {
-    const auto start = steady_clock::now();
-    for (const auto& work : works_) {
-      bool finished = false;
-      try {
-        finished = wait_for(*work);
-      } catch (const std::exception& error) {
-        raise_failure(*group_, operation_, start, backend_message(error));
-      }
-      if (!finished) raise_failure(*group_, operation_, start, "the operation was aborted");
-    }
-  }
-
-  void release() {
-    works_.clear();
-    tensors_.clear();
-    finishers_.clear();
-  }
-
-  std::shared_ptr<const Group> group_;
-  Operation operation_;
-  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
-  std::vector<at::Tensor> tensors_;
-  std::vector<std::function<void()>> finishers_;
-  std::string failure_;
-};
-
-/// Stands for a collective that was started inside a group.
-class GroupMemberWork final : public Work {
- public:
-  void wait() override {
-    raise<StateError>("wait", "this collective belongs to a group; wait for the work that end_group() returns");
-  }
-  bool is_completed() override { return false; }
-};
 
 class C10dCommunicator final : public Communicator {
  public:
@@ -187,8 +38,9 @@ class C10dCommunicator final : public Communicator {
     group->rank = backend_->getRank();
     group->size = backend_->getSize();
     group->timeout = timeout;
-    group->on_device = backend_->getBoundDeviceId().has_value();
+    group->device = backend_->getBoundDeviceId();
     group_ = std::move(group);
+    watch_ = std::make_unique<CollectiveWatch>(group_);
     is_gloo_ = group_->backend == "gloo";
     announces_ = is_gloo_ || board_ != nullptr;
   }
@@ -202,44 +54,20 @@ class C10dCommunicator final : public Communicator {
 
   std::shared_ptr<Work> all_gather(const at::Tensor& output, const at::Tensor& input, OperationName name) override {
     check_gather_arguments(name.operation, output, input, size());
-    const auto start = [&](Pending& pending) {
-      at::Tensor full = movable(untracked_alias(output)), shard = movable(untracked_alias(input));
-      pending.tensors = {full, shard};
-      if (is_gloo_) {
-        gather_by_broadcasts(full, shard, pending);
-      } else {
-        pending.works.push_back(backend_->_allgather_base(full, shard));
-      }
-    };
-    return run(Collective::all_gather, name, output, 0, start);
+    return run({Collective::all_gather, untracked_alias(output), untracked_alias(input)}, name, 0);
   }
 
   std::shared_ptr<Work> reduce_scatter(const at::Tensor& output, const at::Tensor& input, OperationName name) override {
     check_gather_arguments(name.operation, input, output, size());
     check_reducible(name.operation, input);
-    const auto start = [&](Pending& pending) {
-      at::Tensor full = untracked_alias(input), shard = untracked_alias(output);
-      pending.tensors = {full, shard};
-      if (is_gloo_) {
-        reduce_by_exchange(full, shard, pending);
-      } else {
-        pending.works.push_back(backend_->_reduce_scatter_base(shard, full));
-      }
-    };
-    return run(Collective::reduce_scatter, name, input, 0, start);
+    return run({Collective::reduce_scatter, untracked_alias(output), untracked_alias(input)}, name, 0);
   }
 
   std::shared_ptr<Work> all_reduce(const at::Tensor& tensor, ReduceOp op, OperationName name) override {
     check_contiguous(name.operation, "the tensor", tensor);
     check_reducible(name.operation, tensor);
-    c10d::AllreduceOptions options;
-    options.reduceOp = c10d_op(op, name.operation);
-    const auto start = [&](Pending& pending) {
-      pending.tensors = {untracked_alias(tensor)};
-      std::vector<at::Tensor> tensors = pending.tensors;
-      pending.works.push_back(backend_->allreduce(tensors, options));
-    };
-    return run(Collective::all_reduce, name, tensor, static_cast<int64_t>(op), start);
+    const auto alias = untracked_alias(tensor);
+    return run({Collective::all_reduce, alias, alias, c10d_op(op, name.operation)}, name, static_cast<int64_t>(op));
   }
 
   std::shared_ptr<Work> broadcast(const at::Tensor& tensor, int64_t root, OperationName name) override {
@@ -247,16 +75,13 @@ class C10dCommunicator final : public Communicator {
     if (root < 0 || root >= size()) {
       raise<ValueError>(name.operation, "root ", root, " is outside the group, expected 0 to ", size() - 1);
     }
-    const auto start = [&](Pending& pending) {
-      pending.tensors = {movable(untracked_alias(tensor))};
-      pending.works.push_back(start_broadcast(pending.tensors.front(), root));
-    };
-    return run(Collective::broadcast, name, tensor, root, start);
+    const auto alias = untracked_alias(tensor);
+    return run({Collective::broadcast, alias, alias, c10d::ReduceOp::SUM, root}, name, root);
   }
 
   void start_group() override {
     if (pending_group_) raise<StateError>("start_group", "a group is open already; end it before starting another");
-    if (prefers_groups()) backend_->startCoalescing();
+    watch_->check();
     pending_group_.emplace();
   }
 
@@ -264,22 +89,12 @@ class C10dCommunicator final : public Communicator {
     if (!pending_group_) raise<StateError>("end_group", "no group is open; call start_group() first");
     PendingGroup group = std::move(*pending_group_);
     pending_group_.reset();
-    if (prefers_groups()) {
-      const auto start = steady_clock::now();
-      try {
-        CollectiveGuard guard;
-        auto work = backend_->endCoalescing();
-        group.pending.works.clear();
-        if (work) group.pending.works.push_back(std::move(work));
-      } catch (const std::exception& error) {
-        raise_failure(*group_, group.operation, start, backend_message(error));
-      }
-    }
     if (!group.failure.empty()) {
       make_work(std::move(group.operation), std::move(group.pending)).reset();
       return std::make_shared<FailedWork>(std::move(group.failure));
     }
     if (group.operation.collectives == 0) return completed_work();
+    start_or_raise(group.operation, [&] { start_together(group.calls, group.pending); });
     // One launch for the backend, so one collective of each kind for whoever counts.
     for (size_t kind = 0; kind < group.bytes.size(); ++kind) {
       if (size() > 1 && group.bytes[kind] > 0) count_collective(static_cast<Collective>(kind), group.bytes[kind]);
@@ -290,31 +105,41 @@ class C10dCommunicator final : public Communicator {
   void barrier(OperationName name) override {
     if (size() == 1) return;
     if (pending_group_) raise<StateError>(name.operation, "a group is open; call end_group() first");
+    watch_->check();
     const CollectiveCall call{.kind = Collective::barrier, .subject = std::string(name.subject)};
     const Operation operation = describe_operation(name, is_gloo_ ? CollectiveCall::kEncodedBytes : 0);
     if (announces_) meet(operation, call);
     // Over Gloo, whoever has heard of every rank has met them all.
     if (!is_gloo_) {
-      Pending pending;
+      const auto begin = steady_clock::now();
+      PendingWork pending;
       start_or_raise(operation, [&] {
         c10d::BarrierOptions options;
-        options.device = backend_->getBoundDeviceId();
-        pending.works.push_back(backend_->barrier(options));
+        options.device = group_->device;
+        add(pending, backend_->barrier(options));
       });
+      // The host has to wait here, and on a device would wait without end.
+      while (group_->device && !pending.works.empty() && !pending.works.front()->isCompleted()) {
+        if (steady_clock::now() - begin > group_->timeout) {
+          raise_failure(operation, failure_text(*group_, operation, begin, "some ranks have not come"));
+        }
+        std::this_thread::sleep_for(milliseconds(1));
+      }
       make_work(operation, std::move(pending))->wait();
     }
     count_collective(Collective::barrier, 0);
   }
 
  private:
-  /// A started operation before it becomes a Work.
-  struct Pending {
-    std::vector<c10::intrusive_ptr<c10d::Work>> works;
-    std::vector<at::Tensor> tensors;
-    std::vector<std::function<void()>> finishers;
+  struct Call {
+    Collective kind;
+    at::Tensor output, input;
+    c10d::ReduceOp op = c10d::ReduceOp::SUM;
+    int64_t root = 0;
   };
   struct PendingGroup {
-    Pending pending;
+    PendingWork pending;
+    std::vector<Call> calls;  // that start when the group ends
     Operation operation;
     std::array<int64_t, 5> bytes{};
     std::string failure;  // of the first member that could not start
@@ -346,7 +171,7 @@ class C10dCommunicator final : public Communicator {
 
   /// Gloo's allgather copies everything once more through a buffer of its own. Broadcasting every rank's slice in place
   /// moves the same bytes over the wire, needs no buffer, and was measured 2 to 4 times as fast from 100 kB upwards.
-  void gather_by_broadcasts(const at::Tensor& full, const at::Tensor& shard, Pending& pending) {
+  void gather_by_broadcasts(const at::Tensor& full, const at::Tensor& shard, PendingWork& pending) {
     const at::Tensor rows = full.view({size(), -1});
     const at::Tensor own = rows.select(0, rank());
     if (own.data_ptr() != shard.data_ptr()) own.copy_(shard.view({-1}));
@@ -355,7 +180,7 @@ class C10dCommunicator final : public Communicator {
 
   /// Gloo reduce-scatters by an all-reduce of everything. Exchanging the slices and adding them here halves the bytes
   /// on the wire, adds in the order of the ranks whatever the size, and accumulates half precision in float.
-  void reduce_by_exchange(at::Tensor& full, const at::Tensor& shard, Pending& pending) {
+  void reduce_by_exchange(at::Tensor& full, const at::Tensor& shard, PendingWork& pending) {
     at::Tensor received = at::empty_like(full);
     std::vector<int64_t> equal_splits;
     pending.tensors.push_back(received);
@@ -368,9 +193,80 @@ class C10dCommunicator final : public Communicator {
 
   c10::intrusive_ptr<c10d::Work> start_broadcast(const at::Tensor& tensor, int64_t root) {
     std::vector<at::Tensor> tensors{tensor};
-    c10d::BroadcastOptions options;
+    auto options = with_stream(c10d::BroadcastOptions());
     options.rootRank = root;
     return backend_->broadcast(tensors, options);
+  }
+
+  /// On a device, collectives run on the current stream.
+  template <class Options>
+  Options with_stream(Options options) const {
+    options.asyncOp = !group_->device;
+    return options;
+  }
+
+  void start(const Call& call, PendingWork& pending) {
+    const bool adds = call.kind == Collective::reduce_scatter || call.kind == Collective::all_reduce;
+    at::Tensor output = adds ? call.output : movable(call.output), input = adds ? call.input : movable(call.input);
+    pending.tensors.insert(pending.tensors.end(), {output, input});
+    switch (call.kind) {
+      case Collective::all_gather:
+        if (is_gloo_) return gather_by_broadcasts(output, input, pending);
+        return add(pending, backend_->_allgather_base(output, input, with_stream(c10d::AllgatherOptions())));
+      case Collective::reduce_scatter:
+        if (is_gloo_) return reduce_by_exchange(input, output, pending);
+        return add(pending, backend_->_reduce_scatter_base(output, input, with_stream(c10d::ReduceScatterOptions())));
+      case Collective::all_reduce: {
+        auto options = with_stream(c10d::AllreduceOptions());
+        options.reduceOp = call.op;
+        std::vector<at::Tensor> tensors{output};
+        return add(pending, backend_->allreduce(tensors, options));
+      }
+      case Collective::broadcast:
+        return add(pending, start_broadcast(output, call.root));
+      case Collective::barrier:
+        break;
+    }
+    TORCH_INTERNAL_ASSERT(false);
+  }
+
+  /// Those of one kind that follow each other go to the backend as one call. (Its startCoalescing and endCoalescing
+  /// would take all, but NCCL's watchdog takes what they end on the current stream for done at once.)
+  void start_together(const std::vector<Call>& calls, PendingWork& pending) {
+    for (size_t begin = 0; begin < calls.size();) {
+      const Call& first = calls[begin];
+      size_t end = begin + 1;
+      while (end < calls.size() && calls[end].kind == first.kind && calls[end].op == first.op) ++end;
+      const c10::ArrayRef<Call> alike(&first, end - begin);
+      begin = end;
+      if (alike.size() == 1 || first.kind == Collective::broadcast) {
+        for (const auto& call : alike) start(call, pending);
+        continue;
+      }
+      std::vector<at::Tensor> outputs, inputs;
+      for (const auto& call : alike) {
+        const bool moves = call.kind == Collective::all_gather;
+        outputs.push_back(moves ? movable(call.output) : call.output);
+        inputs.push_back(moves ? movable(call.input) : call.input);
+        pending.tensors.insert(pending.tensors.end(), {call.output, call.input});
+      }
+      if (first.kind == Collective::all_gather) {
+        const auto options = with_stream(c10d::AllgatherOptions());
+        add(pending, backend_->allgather_into_tensor_coalesced(outputs, inputs, options));
+      } else if (first.kind == Collective::reduce_scatter) {
+        const auto options = with_stream(c10d::ReduceScatterOptions());
+        add(pending, backend_->reduce_scatter_tensor_coalesced(outputs, inputs, options));
+      } else {
+        auto options = with_stream(c10d::AllreduceCoalescedOptions());
+        options.reduceOp = first.op;
+        add(pending, backend_->allreduce_coalesced(outputs, options));
+      }
+    }
+  }
+
+  /// A backend that runs a collective on the current stream has no work to give.
+  static void add(PendingWork& pending, c10::intrusive_ptr<c10d::Work> work) {
+    if (work) pending.works.push_back(std::move(work));
   }
 
   /// Calls the backend. A failed start leaves no group open, so that the communicator can still be used or torn down.
@@ -383,7 +279,7 @@ class C10dCommunicator final : public Communicator {
     } catch (const std::exception& error) {
       const std::string cause = backend_message(error);
       abandon_group();
-      raise_failure(*group_, operation, begin, cause);
+      raise_failure(operation, failure_text(*group_, operation, begin, cause));
     }
   }
 
@@ -403,13 +299,13 @@ class C10dCommunicator final : public Communicator {
       CollectiveGuard guard;
       return board_->exchange(call);
     } catch (const std::exception& error) {
-      raise_failure(*group_, operation, start, error.what());
+      raise_failure(operation, failure_text(*group_, operation, start, error.what()));
     }
   }
 
   at::Tensor exchange(const Operation& operation, const CollectiveCall& call) {
     at::Tensor own, table;
-    Pending pending;
+    PendingWork pending;
     start_or_raise(operation, [&] {
       own = call.encode();
       table = at::zeros({size() * CollectiveCall::kEncodedBytes}, own.options());
@@ -420,38 +316,40 @@ class C10dCommunicator final : public Communicator {
     return table;
   }
 
-  template <class Start>
-  std::shared_ptr<Work> run(Collective kind, const OperationName& name, const at::Tensor& larger, int64_t detail,
-                            const Start& start) {
+  std::shared_ptr<Work> run(const Call& call, const OperationName& name, int64_t detail) {
+    const auto& larger = call.kind == Collective::reduce_scatter ? call.input : call.output;
     // Every rank sees the same sizes, so every rank leaves here.
     if (larger.numel() == 0) return completed_work();
+    if (!pending_group_) watch_->check();
     Operation operation = describe_operation(name, static_cast<int64_t>(larger.nbytes()));
-    Pending pending;
     if (announces_) {
       try {
-        meet(operation, {kind, larger.scalar_type(), detail, operation.bytes, operation.subject});
+        meet(operation, {call.kind, larger.scalar_type(), detail, operation.bytes, operation.subject});
       } catch (const CommunicationError& error) {
         if (!pending_group_) return std::make_shared<FailedWork>(error.what());
         if (pending_group_->failure.empty()) pending_group_->failure = error.what();
         return group_member();
       }
     }
-    start_or_raise(operation, [&] { start(pending); });
+    PendingWork pending;
     if (!pending_group_) {
-      if (size() > 1) count_collective(kind, operation.bytes);
+      start_or_raise(operation, [&] { start(call, pending); });
+      if (size() > 1) count_collective(call.kind, operation.bytes);
       return make_work(std::move(operation), std::move(pending));
     }
     PendingGroup& group = *pending_group_;
-    group.bytes[static_cast<size_t>(kind)] += operation.bytes;
+    if (prefers_groups()) {
+      group.calls.push_back(call);
+    } else {
+      start_or_raise(operation, [&] { start(call, group.pending); });
+    }
+    group.bytes[static_cast<size_t>(call.kind)] += operation.bytes;
     if (group.operation.collectives == 0) {
       group.operation.name = operation.name;
       group.operation.subject = operation.subject;
     }
     group.operation.collectives += 1;
     group.operation.bytes += operation.bytes;
-    for (auto& work : pending.works) group.pending.works.push_back(std::move(work));
-    for (auto& tensor : pending.tensors) group.pending.tensors.push_back(std::move(tensor));
-    for (auto& finish : pending.finishers) group.pending.finishers.push_back(std::move(finish));
     return group_member();
   }
 
@@ -460,22 +358,30 @@ class C10dCommunicator final : public Communicator {
     return member;
   }
 
-  std::shared_ptr<Work> make_work(Operation operation, Pending pending) {
-    return std::make_shared<C10dWork>(group_, std::move(operation), std::move(pending.works),
-                                      std::move(pending.tensors), std::move(pending.finishers));
+  std::shared_ptr<Work> make_work(Operation operation, PendingWork pending) {
+    if (group_->device && pending.works.empty()) pending.done = mark(operation);
+    return std::make_shared<C10dWork>(group_, std::move(operation), std::move(pending));
   }
 
-  void abandon_group() {
+  /// A point on the current stream behind what was started there.
+  std::shared_ptr<const c10::Event> mark(const Operation& operation) {
+    const c10::Device device = *group_->device;
+    auto done = std::make_shared<c10::Event>(device.type());
+    done->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    if (!is_capturing(device)) watch_->started(operation, done);
+    return done;
+  }
+
+  void abandon_group() noexcept {
     if (!pending_group_) return;
     PendingGroup group = std::move(*pending_group_);
     pending_group_.reset();
     try {
-      if (prefers_groups()) backend_->endCoalescing();
+      // Waits for what has been started, so that its tensors outlive it.
+      make_work(std::move(group.operation), std::move(group.pending)).reset();
     } catch (const std::exception&) {
       // The first failure is the one to report.
     }
-    // Waits for what has been started, so that its tensors outlive it.
-    make_work(std::move(group.operation), std::move(group.pending)).reset();
   }
 
   c10::intrusive_ptr<c10d::Backend> backend_;
@@ -484,6 +390,7 @@ class C10dCommunicator final : public Communicator {
   bool is_gloo_ = false;
   bool announces_ = false;  // ranks tell each other what they are about to do
   std::optional<PendingGroup> pending_group_;
+  std::unique_ptr<CollectiveWatch> watch_;
 };
 
 }  // namespace

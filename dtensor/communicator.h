@@ -27,6 +27,9 @@ class Work {
   /// operation, at the latest when the group's timeout has passed. A second call returns at once.
   virtual void wait() = 0;
   virtual bool is_completed() = 0;
+  /// Whether it runs on the stream that was current when it was started, so that what is queued there later comes after
+  /// it without a wait.
+  virtual bool is_on_stream() const { return false; }
 };
 
 /// What a collective is for: named in errors, traces and counters.
@@ -61,7 +64,8 @@ class Communicator {
   /// Reduces in place; op is sum, max or min.
   virtual std::shared_ptr<Work> all_reduce(const at::Tensor& tensor, ReduceOp op, OperationName name) = 0;
   virtual std::shared_ptr<Work> broadcast(const at::Tensor& tensor, int64_t root, OperationName name) = 0;
-  /// Starts and ends a set of collectives that the backend may fuse; end_group returns the work of them all.
+  /// Starts and ends a set of collectives that the backend may fuse; end_group returns the work of them all. They may
+  /// start as late as it, on the stream that is current then.
   virtual void start_group() = 0;
   virtual std::shared_ptr<Work> end_group() = 0;
   /// Returns when every rank of the group has called it.

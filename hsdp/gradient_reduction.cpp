@@ -12,8 +12,12 @@
 #include "dtensor/dispatch.h"
 #include "dtensor/dtensor.h"
 #include "dtensor/error.h"
+#include "hsdp/comm_streams.h"
 #include "hsdp/host.h"
+#include "hsdp/kernels/gradient_kernels.h"
+#include "hsdp/launch/device.h"
 #include "hsdp/shard_packing.h"
+#include "hsdp/span.h"
 #include "hsdp/storage_memory.h"
 #include "hsdp/unit.h"
 
@@ -68,6 +72,11 @@ void merge(std::vector<at::Tensor> more, std::vector<size_t>& indices, std::vect
   }
 }
 
+bool has_kernel(const at::Tensor& gradient) {
+  const auto dtype = gradient.scalar_type();
+  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
 bool has_hooks(const at::Tensor& parameter) {
   return !torch::autograd::impl::hooks(parameter).empty() ||
          torch::autograd::impl::post_acc_grad_hooks(parameter) != nullptr;
@@ -79,6 +88,71 @@ void run_post_accumulate_hook(const at::Tensor& parameter) {
   const UserCode user;
   (*hook)(parameter);
 }
+
+// Copies full gradients into the rows that a reduce-scatter takes, divided beforehand.
+class GradientPacking {
+ public:
+  explicit GradientPacking(double divisor) : divisor_(divisor) {}
+
+  void add(const at::Tensor& rows, at::Tensor gradient, const dtensor::Layout& layout, int64_t dim) {
+    if (dim != 0 || !gradient.is_contiguous() || !has_kernel(gradient) || !has_kernel(rows)) {
+      pack_rows(rows, gradient, layout, dim);
+      if (divisor_ != 1) rows.div_(divisor_);
+      return;
+    }
+    // On the host one at a time: each gradient is freed before the next is packed.
+    const bool fits = packings_.empty() || packings_.front().whole.scalar_type() == gradient.scalar_type();
+    if (!fits || rows.device().type() == kHost) run();
+    packings_.push_back({std::move(gradient), rows});
+    if (rows.device().type() == kHost) run();
+  }
+
+  void run() {
+    if (!packings_.empty()) kernels::pack_gradients(packings_, divisor_);
+    packings_.clear();
+  }
+
+ private:
+  double divisor_;
+  std::vector<kernels::Packing> packings_;
+};
+
+// Divides reduced gradients and puts them where they belong, those of one kind at once.
+class GradientLanding {
+ public:
+  void add(const at::Tensor& target, const at::Tensor& local, double divisor, bool accumulate) {
+    const bool stays = target.is_same(local);
+    if (stays && divisor == 1) return;
+    if (!has_kernel(local) || !has_kernel(target) || !target.is_contiguous() || (!stays && target.is_alias_of(local))) {
+      if (divisor != 1) local.div_(divisor);
+      if (accumulate) {
+        target.add_(local.to(target.scalar_type()));
+      } else if (!stays) {
+        target.copy_(local);
+      }
+      return;
+    }
+    const auto batch = std::find_if(batches_.begin(), batches_.end(), [&](const Batch& one) {
+      const auto& first = one.landings.front();
+      return one.divisor == divisor && first.source.scalar_type() == local.scalar_type() &&
+             first.destination.scalar_type() == target.scalar_type();
+    });
+    auto& landings = (batch == batches_.end() ? batches_.insert(batch, Batch{divisor, {}}) : batch)->landings;
+    landings.push_back({target, local, accumulate});
+  }
+
+  void run() {
+    for (const auto& batch : batches_) kernels::land_gradients(batch.landings, batch.divisor);
+    batches_.clear();
+  }
+
+ private:
+  struct Batch {
+    double divisor;
+    std::vector<kernels::Landing> landings;
+  };
+  std::vector<Batch> batches_;
+};
 
 }  // namespace
 
@@ -119,7 +193,9 @@ std::optional<Reduction> Unit::start_reduction(const std::vector<size_t>& indice
     bucket->length += c10::multiply_integers(parameter.layout().padded_local_sizes());
   }
   if (buckets.empty()) return std::nullopt;
+  const Span span("post_backward_reduce", name_);
   std::vector<TensorPair> pairs;
+  std::vector<at::Tensor> whole_buffers;
   for (auto& bucket : buckets) {
     const auto [before, after] = split_divisor(divide_factor(), bucket.dtype);
     const auto place = [&](size_t k, int64_t offset) {
@@ -148,10 +224,7 @@ std::optional<Reduction> Unit::start_reduction(const std::vector<size_t>& indice
         offset = place(k, offset);
       }
       if (before != 1) buffer.div_(before);
-      if (shard_size() > 1) {
-        auto& group = context_->mesh->communicator(context_->shard_axis());
-        reduction.works.push_back(group.all_reduce(buffer, dtensor::ReduceOp::sum, {"all_reduce", name_}));
-      }
+      if (shard_size() > 1) whole_buffers.push_back(buffer);
       reduction.buffers.push_back(std::move(buffer));
       reduction.divisors.push_back(after);
       continue;
@@ -160,6 +233,7 @@ std::optional<Reduction> Unit::start_reduction(const std::vector<size_t>& indice
     at::Tensor rows;
     if (packs) rows = empty_buffer({shard_size(), bucket.length}, options);
     int64_t offset = 0;
+    GradientPacking packing(before);
     for (auto k : bucket.members) {
       auto gradient = std::move(gradients[k]);
       const auto& layout = parameters_[indices[k]].layout();
@@ -168,24 +242,38 @@ std::optional<Reduction> Unit::start_reduction(const std::vector<size_t>& indice
       offset = place(k, offset);
       const auto length = offset - begin;
       if (packs) {
-        pack_rows(rows.narrow(1, begin, length), gradient, layout, dim);
+        packing.add(rows.narrow(1, begin, length), std::move(gradient), layout, dim);
         continue;
       }
       const bool fits = dim == 0 && before == 1 && gradient.is_contiguous() && gradient.scalar_type() == bucket.dtype &&
                         gradient.numel() == shard_size() * length;
       auto full = fits ? gradient.view({-1}) : at::empty({shard_size() * length}, options);
-      if (!fits) pack_rows(full.view({shard_size(), length}), gradient, layout, dim);
-      if (before != 1) full.div_(before);
+      if (!fits) packing.add(full.view({shard_size(), length}), std::move(gradient), layout, dim);
       pairs.push_back({std::move(full), buffer.narrow(0, begin, length)});
     }
-    if (packs) {
-      if (before != 1) rows.div_(before);
-      pairs.push_back({rows.view({-1}), buffer});
-    }
+    packing.run();
+    if (packs) pairs.push_back({rows.view({-1}), buffer});
     reduction.buffers.push_back(std::move(buffer));
     reduction.divisors.push_back(after);
   }
-  if (!pairs.empty()) reduction.works.push_back(context_->transport->reduce_scatter(pairs, {"reduce_scatter", name_}));
+  const auto* streams = this->streams();
+  if (streams != nullptr) reduction.home = current_stream(device());
+  if (!pairs.empty() || !whole_buffers.empty()) {
+    try {
+      const OnStream on_reduce(streams != nullptr ? streams->reduce_scatter() : nullptr);
+      for (const auto& buffer : whole_buffers) {
+        auto& group = context_->mesh->communicator(context_->shard_axis());
+        reduction.works.push_back(group.all_reduce(buffer, dtensor::ReduceOp::sum, {"all_reduce", name_}));
+      }
+      if (!pairs.empty()) {
+        reduction.works.push_back(context_->transport->reduce_scatter(pairs, {"reduce_scatter", name_}));
+      }
+    } catch (...) {
+      // What has started may still be at work on memory that goes away now.
+      if (streams != nullptr) order_after(*reduction.home, *streams->reduce_scatter());
+      throw;
+    }
+  }
   if (reduction.works.empty() && advance_reduction(reduction) == Next::kept) return std::nullopt;
   return reduction;
 }
@@ -195,6 +283,9 @@ Unit::Next Unit::advance_reduction(Reduction& reduction) {
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   if (reduction.all_reducing || context_->replicate_size() == 1) return Next::finish;
+  // Whether what is to be reduced further is ready where the reduce-scatter ran.
+  const bool on_stream = !reduction.works.empty() && std::all_of(reduction.works.begin(), reduction.works.end(),
+                                                                 [](const auto& work) { return work->is_on_stream(); });
   for (auto& work : std::exchange(reduction.works, {})) work->wait();
   if (!settings_.all_reduce) {
     kept_shards_.resize(parameters_.size());
@@ -205,11 +296,18 @@ Unit::Next Unit::advance_reduction(Reduction& reduction) {
     }
     return Next::kept;
   }
+  bool changed = !on_stream;
   for (auto& part : reduction.parts) {
     if (kept_shards_.empty() || !kept_shards_[part.index].defined()) continue;
     shard_of(reduction, part).add_(std::exchange(kept_shards_[part.index], {}));
+    changed = true;
   }
   auto& group = context_->mesh->communicator(0);
+  const auto* streams = this->streams();
+  // What the reduce-scatter left need not wait for what has been computed since.
+  std::optional<c10::Stream> earlier;
+  if (streams != nullptr && !changed) earlier = *streams->reduce_scatter();
+  const OnStream on_all_reduce(streams != nullptr ? streams->all_reduce() : nullptr, earlier);
   for (auto& buffer : reduction.buffers) {
     reduction.works.push_back(group.all_reduce(buffer, dtensor::ReduceOp::sum, {"all_reduce", name_}));
   }
@@ -244,54 +342,127 @@ std::vector<size_t> Unit::finish_reduction(Reduction reduction) {
   Below below(dtensor::kDTensorKey);
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
+  const Span span("post_backward_accumulate", name_);
   for (auto& work : reduction.works) work->wait();
-  for (size_t i = 0; i < reduction.buffers.size(); ++i) {
-    auto& buffer = reduction.buffers[i];
-    if (settings_.all_reduce_hook) {
+  if (reduction.home) order_after(*reduction.home, current_stream(device()));
+  if (settings_.all_reduce_hook) {
+    for (auto& buffer : reduction.buffers) {
       const auto line = buffer.view({-1});
       const UserCode user;
       settings_.all_reduce_hook(line);
     }
-    if (reduction.divisors[i] != 1) buffer.div_(reduction.divisors[i]);
-    if (context_->offload.to_host) buffer = buffer.to(kHost);
   }
-  std::vector<size_t> landed;
+  const bool moves_to_host = context_->offload.to_host && device().type() != kHost;
+  std::vector<Landed> landed;
+  GradientLanding landing;
   for (auto& part : reduction.parts) {
-    if (land(part, reduction.buffers[part.buffer], reduction.task)) landed.push_back(part.index);
+    const auto index = part.index;
+    auto& parameter = parameters_[index];
+    if (!parameter.tensor().requires_grad()) continue;  // Switched off since the forward: torch drops it as well.
+    const auto local = local_of(part, reduction.buffers[part.buffer]);
+    const auto dtype = context_->mixed_precision.grad_dtype.value_or(parameter.layout().dtype());
+    const bool waits = has_hooks(parameter.tensor()) || moves_to_host;
+    const auto sum = waits ? at::Tensor() : accumulated_local(index);
+    auto target = sum;
+    if (!target.defined()) target = local.scalar_type() == dtype ? local : at::empty_like(local, dtype);
+    landing.add(target, local, reduction.divisors[part.buffer], sum.defined());
+    landed.push_back({index, reduction.task, std::move(target), sum.defined()});
   }
-  return landed;
+  landing.run();
+  if (!moves_to_host) return land(landed);
+  offload(std::move(landed));
+  return {};
 }
 
-// Whether the gradient is in place; what has hooks waits for the end of the backward.
-bool Unit::land(const Reduction::Part& part, const at::Tensor& buffer, int64_t task) {
-  const auto index = part.index;
-  auto& parameter = parameters_[index];
-  if (!parameter.tensor().requires_grad()) return false;  // Switched off since the forward: torch drops it as well.
-  const auto& layout = parameter.layout();
-  const auto& box = layout.local();
-  const auto padded = layout.padded_local_sizes();
-  auto local = buffer;
-  if (!buffer.sizes().equals(box.sizes)) {
-    // Padding lies behind the elements, but for dims other than 0, where it lies between them.
-    const bool between = parameter.shard_dim().value_or(0) != 0;
-    local = buffer.as_strided(box.sizes, dtensor::row_major_strides(between ? padded : box.sizes),
-                              buffer.storage_offset() + part.offset);
-    if (between) local = local.contiguous();
+// Starts the copies; on a device that works beside the host they are waited for at the end of the backward.
+void Unit::offload(std::vector<Landed> landed) {
+  const auto* streams = this->streams();
+  const bool pins = context_->offload.pin_memory && can_pin_memory_for(device().type());
+  Offloaded offloaded;
+  const OnStream on_reduce(streams != nullptr ? streams->reduce_scatter() : nullptr);
+  for (auto& one : landed) {
+    auto host = at::empty(one.local.sizes(), one.local.options().device(kHost).pinned_memory(pins));
+    host.copy_(one.local, /*non_blocking=*/streams != nullptr);
+    offloaded.device_side.push_back(std::exchange(one.local, std::move(host)));
   }
-  const auto dtype = context_->mixed_precision.grad_dtype.value_or(layout.dtype());
-  if (local.scalar_type() != dtype) local = local.to(dtype);
-  if (!has_hooks(parameter.tensor())) {
-    accumulate(index, local);
-    return true;
+  offloaded.landed = std::move(landed);
+  if (streams != nullptr) offloaded.copied = std::make_shared<StreamMark>(*streams->reduce_scatter());
+  offloaded_.push_back(std::move(offloaded));
+}
+
+std::vector<size_t> Unit::settle_offloaded() {
+  Below below(dtensor::kDTensorKey);
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  std::vector<size_t> there;
+  for (auto& offloaded : std::exchange(offloaded_, {})) {
+    if (offloaded.copied) offloaded.copied->synchronize();
+    const auto more = land(offloaded.landed);
+    there.insert(there.end(), more.begin(), more.end());
   }
-  // Other forwards of this backward, or functions that were given the parameter itself, may have more to come.
-  for (auto& awaiting : awaiting_hooks_) {
-    if (awaiting.index != index || awaiting.task != task) continue;
-    awaiting.local.add_(local);
-    return false;
+  return there;
+}
+
+void Unit::release_offloaded() {
+  for (auto& offloaded : offloaded_) {
+    if (offloaded.device_side.empty()) continue;
+    if (offloaded.copied) offloaded.copied->wait();
+    offloaded.device_side.clear();
   }
-  awaiting_hooks_.push_back({index, task, local});
-  return false;
+}
+
+void Unit::drop_gradients_in_flight() {
+  direct_gradients_.clear();
+  awaiting_hooks_.clear();
+  release_offloaded();
+  offloaded_.clear();
+}
+
+// This rank's part of a parameter's gradient, where it lies in a buffer of reduced ones; contiguous.
+at::Tensor Unit::local_of(const Reduction::Part& part, const at::Tensor& buffer) const {
+  const auto& parameter = parameters_[part.index];
+  const auto& box = parameter.layout().local();
+  if (buffer.sizes().equals(box.sizes)) return buffer;
+  // Padding lies behind the elements, but for dims other than 0, where it lies between them.
+  const bool between = parameter.shard_dim().value_or(0) != 0;
+  const auto strides = dtensor::row_major_strides(between ? parameter.layout().padded_local_sizes() : box.sizes);
+  return buffer.as_strided(box.sizes, strides, buffer.storage_offset() + part.offset).contiguous();
+}
+
+// What is in `.grad` already, to be added to; undefined where nothing is.
+at::Tensor Unit::accumulated_local(size_t index) const {
+  const auto& parameter = parameters_[index];
+  const auto& accumulated = parameter.tensor().grad();
+  if (!accumulated.defined()) return {};
+  auto* existing = dtensor::distributed_impl(accumulated);
+  if (existing == nullptr || !existing->layout() || !existing->layout()->same_distribution(parameter.layout())) {
+    dtensor::raise<dtensor::StateError>("backward", "parameter \"", parameter.name(), "\" has a gradient that is ",
+                                        dtensor::describe(accumulated), ", expected a DTensor ",
+                                        parameter.layout().to_string(), "; reset it with zero_grad()");
+  }
+  return existing->local();
+}
+
+// Those without hooks are in place then; what has hooks waits for the end of the backward.
+std::vector<size_t> Unit::land(const std::vector<Landed>& landed) {
+  std::vector<size_t> there;
+  for (const auto& one : landed) {
+    if (!has_hooks(parameters_[one.index].tensor())) {
+      if (!one.accumulated) accumulate(one.index, one.local);
+      there.push_back(one.index);
+      continue;
+    }
+    // Other forwards of this backward, or functions that were given the parameter itself, may have more to come.
+    const auto awaiting = std::find_if(awaiting_hooks_.begin(), awaiting_hooks_.end(), [&](const auto& each) {
+      return each.index == one.index && each.task == one.task;
+    });
+    if (awaiting != awaiting_hooks_.end()) {
+      awaiting->local.add_(one.local);
+    } else {
+      awaiting_hooks_.push_back({one.index, one.task, one.local});
+    }
+  }
+  return there;
 }
 
 void Unit::run_hooks(const AwaitingHooks& awaiting) {
@@ -324,14 +495,7 @@ void Unit::accumulate(size_t index, const at::Tensor& local) {
     accumulated = std::move(gradient);
     return run_post_accumulate_hook(parameter.tensor());
   }
-  auto* existing = dtensor::distributed_impl(accumulated);
-  if (existing == nullptr || !existing->layout() || !existing->layout()->same_distribution(layout)) {
-    dtensor::raise<dtensor::StateError>("backward", "parameter \"", parameter.name(), "\" has a gradient that is ",
-                                        dtensor::describe(accumulated), ", expected a DTensor ", layout.to_string(),
-                                        "; reset it with zero_grad()");
-  }
-  auto target = existing->local();
-  target.add_(dtensor::distributed_impl(gradient)->local());
+  accumulated_local(index).add_(dtensor::distributed_impl(gradient)->local());
   run_post_accumulate_hook(parameter.tensor());
 }
 

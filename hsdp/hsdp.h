@@ -16,6 +16,7 @@
 #include "hsdp/optimizer_in_backward.h"
 #include "hsdp/optimizers.h"
 #include "hsdp/parameter_groups.h"
+#include "hsdp/profiling.h"
 #include "hsdp/replica_check.h"
 #include "hsdp/summon_full.h"
 #include "hsdp/weights.h"

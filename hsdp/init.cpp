@@ -46,7 +46,8 @@ struct Connections {
   // In this order, so that groups end before the store they met in.
   c10::intrusive_ptr<c10d::Store> store;
   c10::intrusive_ptr<c10d::Backend> backend;
-  std::shared_ptr<dtensor::CallBoard> board;  // of `backend`; null unless calls are compared
+  std::vector<c10::intrusive_ptr<c10d::Backend>> on_devices;  // made here; they expect to be shut down
+  std::shared_ptr<dtensor::CallBoard> board;                  // of `backend`; null unless calls are compared
   // How often a group of the same ranks and axis was made: its members count alike, whatever other groups exist.
   std::map<std::string, int64_t> group_uses;
 };
@@ -61,6 +62,7 @@ struct Environment::State {
   std::shared_ptr<dtensor::Communicator> communicator;
   std::shared_ptr<const dtensor::DeviceMesh> mesh;
   dtensor::GroupFactory groups;
+  std::shared_ptr<Connections> connections;  // null for one rank
 };
 
 namespace {
@@ -250,6 +252,7 @@ std::shared_ptr<dtensor::Communicator> make_group(Connections& connections, cons
     const auto store = c10::make_intrusive<c10d::PrefixStore>(key, connections.store);
     return make_backend(*connections.kind, store, index, size, timeout, connections.device);
   });
+  if (connections.device.has_index()) connections.on_devices.push_back(backend);
   return dtensor::make_c10d_communicator(std::move(backend), axis, timeout, make_board(connections, key, index, size));
 }
 
@@ -332,7 +335,9 @@ Environment Environment::start(LauncherEnv launcher, const InitOptions& options,
       const auto world = c10::make_intrusive<c10d::PrefixStore>("world", connections->store);
       connections->backend =
           make_backend(backend, world, launcher.rank, launcher.world_size, options.timeout, state->device);
+      if (state->device.has_index()) connections->on_devices.push_back(connections->backend);
     });
+    state->connections = connections;
     connections->board = make_board(*connections, "world", launcher.rank, launcher.world_size);
     state->groups = [connections](const std::vector<int64_t>& ranks, const std::string& axis) {
       return make_group(*connections, ranks, axis);
@@ -436,7 +441,14 @@ void shutdown() {
     std::lock_guard lock(current().mutex);
     environment.swap(current().environment);
   }
-  if (environment) environment->barrier("shutdown");
+  if (!environment) return;
+  environment->barrier("shutdown");
+  const auto& connections = environment->state_->connections;
+  if (!connections) return;
+  // The world's last: it was made first.
+  auto& backends = connections->on_devices;
+  for (auto backend = backends.rbegin(); backend != backends.rend(); ++backend) (*backend)->shutdown();
+  backends.clear();
 }
 
 }  // namespace hsdp

@@ -75,6 +75,7 @@ class Environment {
                                const InitOptions& options);
   friend Environment init_from(c10::intrusive_ptr<c10d::Store> store, c10::intrusive_ptr<c10d::Backend> group,
                                const InitOptions& options);
+  friend void shutdown();
 
   std::shared_ptr<State> state_;
 };
@@ -107,8 +108,8 @@ bool is_initialized();
 Environment current_environment();
 
 /// Waits for all ranks, so that none loses its store to another that has finished, and forgets the environment. Throws
-/// CommunicationError when another rank has failed; the environment is gone all the same. Nothing happens before
-/// init().
+/// CommunicationError when another rank has failed; the environment is gone all the same. Groups of devices are taken
+/// down, unless the program brought them, so meshes that are left cannot communicate. Nothing happens before init().
 void shutdown();
 
 }  // namespace hsdp

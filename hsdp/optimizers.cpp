@@ -14,6 +14,7 @@
 
 #include "dtensor/dispatch.h"
 #include "dtensor/error.h"
+#include "dtensor/graph_capture.h"
 #include "hsdp/fused_batches.h"
 
 namespace hsdp {
@@ -113,6 +114,12 @@ bool step_adamw(Optimizer& optimizer, const at::Tensor& grad_scale, const at::Te
   dtensor::ShardedRulesGuard sharded;
   check_groups<AdamWOptions>(kAdamW, optimizer.param_groups());
   const auto batches = fused_batches(kAdamW, optimizer.param_groups(), [](auto&, auto&) { return false; });
+  for (const auto& batch : batches) {
+    if (!dtensor::is_capturing(batch.device())) continue;
+    raise<dtensor::NotSupportedError>(kAdamW,
+                                      "step() while a graph is captured, expected outside, because a replay would "
+                                      "not count steps; capture forward and backward, and step after each replay");
+  }
   States<AdamWParamState> states;
   for (const auto& batch : batches) {
     const auto& options = static_cast<const AdamWOptions&>(batch.options());
@@ -164,6 +171,11 @@ bool step_sgd(Optimizer& optimizer, const at::Tensor& grad_scale, const at::Tens
         averages.push_back(state.momentum_buffer());
         states.emplace_back(parameter, std::move(state));
       }
+    }
+    if (batch.fresh() && dtensor::is_capturing(batch.device())) {
+      raise<dtensor::NotSupportedError>(kSGD,
+                                        "the first step() with momentum while a graph is captured, expected outside, "
+                                        "because each replay would be a first one; step once before");
     }
     at::_fused_sgd_(batch.parameters(), batch.gradients(), averages, options.weight_decay(), options.momentum(),
                     options.lr(), options.dampening(), options.nesterov(), /*maximize=*/false, batch.fresh(),

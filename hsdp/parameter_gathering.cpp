@@ -11,9 +11,13 @@
 #include "dtensor/dispatch.h"
 #include "dtensor/dtensor.h"
 #include "dtensor/error.h"
+#include "dtensor/graph_capture.h"
 #include "hsdp/host.h"
+#include "hsdp/kernels/gradient_kernels.h"
+#include "hsdp/launch/device.h"
 #include "hsdp/scheduler.h"
 #include "hsdp/shard_packing.h"
+#include "hsdp/span.h"
 #include "hsdp/storage_memory.h"
 #include "hsdp/unit.h"
 
@@ -63,7 +67,7 @@ void Unit::set_reshard_after_forward(ReshardAfterForward reshard) {
   if (group > 1 && group < shard_size() && context_->mesh->has_groups()) {
     transport = context_->make_transport(context_->mesh->sub_communicator(context_->shard_axis(), group));
   }
-  drop_part();  // it was cut for another number of ranks
+  drop_part();      // it was cut for another number of ranks
   finish_gather();  // of parts, over the former group
   part_transport_ = std::move(transport);
   settings_.reshard_after_forward = reshard;
@@ -123,15 +127,15 @@ void Unit::prepare_unsharded(size_t index) {
   dtensor::register_unsharded_storage(flat.storage().unsafeGetStorageImpl(), weak_from_this(), index);
 }
 
-// What of one parameter takes part in the unit's collective. Where nothing is sharded its copy is filled at once.
-void Unit::start_gather_of(size_t index, std::vector<TensorPair>& pairs) {
+// What of one parameter takes part in the unit's collective. Where nothing is sharded it is only copied.
+void Unit::start_gather_of(size_t index, std::vector<TensorPair>& pairs, CopyIn& copies) {
   const auto& parameter = parameters_[index];
   const auto flat = dtensor::raw_alias(unsharded_[index].flat);
   if (gathers_parts_ && kept_parts_[index].defined()) {
     pairs.push_back({flat, kept_parts_[index]});
     return;
   }
-  const auto shard = parameter.padded_shard().to(device());
+  const auto shard = parameter.padded_shard().to(device(), /*non_blocking=*/home_stream_.has_value());
   const auto ranks = is_sharded(index) ? shard_size() : 1;
   const auto dim = parameter.shard_dim().value_or(0);
   Arrival arrival{index, {}, {}};
@@ -143,16 +147,23 @@ void Unit::start_gather_of(size_t index, std::vector<TensorPair>& pairs) {
     }
     arrivals_.push_back(std::move(arrival));
   } else if (ranks == 1) {
-    flat.copy_(shard);
+    copies.to.push_back(flat);
+    copies.from.push_back(shard);
   } else {
-    const auto sent = shard.to(flat.scalar_type());
+    auto sent = shard;
+    if (shard.scalar_type() != flat.scalar_type()) {
+      sent = at::empty(shard.sizes(), flat.options());
+      copies.to.push_back(sent);
+      copies.from.push_back(shard);
+    }
     pairs.push_back({arrival.rows.defined() ? arrival.rows.view({-1}) : flat, sent});
     if (arrival.rows.defined()) arrivals_.push_back(std::move(arrival));
   }
 }
 
 void Unit::finish_arrivals() {
-  for (auto& arrival : std::exchange(arrivals_, {})) {
+  const auto arrivals = std::exchange(arrivals_, {});
+  for (const auto& arrival : arrivals) {
     const auto& parameter = parameters_[arrival.index];
     const auto flat = dtensor::raw_alias(unsharded_[arrival.index].flat);
     if (parameter.extension()) {
@@ -163,6 +174,8 @@ void Unit::finish_arrivals() {
                   *parameter.shard_dim());
     }
   }
+  // What was unpacked came from the gathering stream's memory, and goes back there now.
+  if (home_stream_ && !arrivals.empty()) order_after(*streams()->gather(), current_stream(device()));
 }
 
 Transport* Unit::gathering_transport() const {
@@ -171,6 +184,11 @@ Transport* Unit::gathering_transport() const {
 
 void Unit::start_gather() {
   TORCH_INTERNAL_ASSERT(state_ == State::sharded);
+  if (context_->offload.to_host && dtensor::is_capturing(device())) {
+    dtensor::raise<dtensor::NotSupportedError>("all_gather", "unit \"", name_,
+                                               "\" is offloaded and read while a graph is captured, expected shards on "
+                                               "the device, because the host has to wait for copies");
+  }
   Below below(dtensor::kDTensorKey);
   // Kept buffers must be ordinary tensors even where the user's code runs in inference mode.
   c10::InferenceMode normal(false);
@@ -179,6 +197,7 @@ void Unit::start_gather() {
   gathers_parts_ = !kept_parts_.empty() && part_transport_ && !is_stale();
   if (!gathers_parts_) drop_part();
   std::vector<TensorPair> pairs;
+  std::vector<size_t> to_fill;
   read_since_gather_ = false;
   read_scope_ = kNoScope;
   state_ = State::gathering;
@@ -191,33 +210,56 @@ void Unit::start_gather() {
       unsharded.gathered_writes = unsharded.alias_writes;
       if (unsharded.is_own_memory) continue;
       allocate_memory(unsharded.flat, static_cast<size_t>(unsharded.flat.numel()) * unsharded.flat.element_size());
-      start_gather_of(i, pairs);
+      to_fill.push_back(i);
     }
-    if (pairs.empty()) {
+    const auto* streams = to_fill.empty() ? nullptr : this->streams();
+    if (streams != nullptr) home_stream_ = current_stream(device());
+    const OnStream on_gather(streams != nullptr ? streams->gather() : nullptr);
+    {
+      const Span span("all_gather_copy_in", name_);
+      CopyIn copies;
+      for (const auto i : to_fill) start_gather_of(i, pairs, copies);
+      if (!copies.to.empty()) at::_foreach_copy_(copies.to, copies.from);
+      if (streams != nullptr && context_->offload.to_host) {
+        shards_read_ = std::make_shared<StreamMark>(*streams->gather());
+      }
+    }
+    if (!pairs.empty()) {
+      gather_work_ = start_collective(std::move(pairs));
+    } else if (streams != nullptr) {
+      gather_work_ = std::make_shared<StreamMark>(*streams->gather());
+    } else {
       finish_arrivals();
       state_ = State::gathered;
-      return;
     }
-    auto* transport = gathering_transport();
-    if (transport == nullptr) {
-      dtensor::raise<dtensor::StateError>("all_gather", "unit \"", name_, "\" lies on ", context_->mesh->to_string(),
-                                          ", which was made without groups, expected one that can communicate; use "
-                                          "env.mesh()");
-    }
-    // A few bytes beside the parameters say what this rank gathers: equal sizes alone do not prove equal units.
-    const auto signature = scheduler()->next_signature(*this);
-    const auto bytes = at::from_blob(const_cast<int64_t*>(signature.data()), {static_cast<int64_t>(sizeof(signature))},
-                                     at::TensorOptions(at::kByte))
-                           .clone();
-    const auto& like = pairs.front().full;
-    const auto shard = bytes.to(like.device()).view(like.scalar_type());
-    signatures_ = at::empty({shard.numel() * transport->communicator().size()}, shard.options());
-    pairs.push_back({signatures_, shard});
-    gather_work_ = transport->all_gather(pairs, {"all_gather", name_});
   } catch (...) {
+    // What has started may still be at work on memory that goes away now.
+    if (home_stream_) order_after(current_stream(device()), *streams()->gather());
     reshard();
     throw;
   }
+}
+
+std::shared_ptr<dtensor::Work> Unit::start_collective(std::vector<TensorPair> pairs) {
+  auto* transport = gathering_transport();
+  if (transport == nullptr) {
+    dtensor::raise<dtensor::StateError>("all_gather", "unit \"", name_, "\" lies on ", context_->mesh->to_string(),
+                                        ", which was made without groups, expected one that can communicate; use "
+                                        "env.mesh()");
+  }
+  // A few bytes beside the parameters say what this rank gathers: equal sizes alone do not prove equal units. A
+  // replayed graph would say the same at every replay.
+  const auto signature = scheduler()->next_signature(*this);
+  if (!dtensor::is_capturing(device())) {
+    const auto options = pairs.front().full.options();
+    const auto length = static_cast<int64_t>(sizeof(signature) / options.dtype().itemsize());
+    const auto shard = at::empty({length}, options);
+    kernels::write_words(shard, signature);
+    signatures_ = at::empty({length * transport->communicator().size()}, options);
+    pairs.push_back({signatures_, shard});
+  }
+  const Span span("all_gather", name_);
+  return transport->all_gather(pairs, {"all_gather", name_});
 }
 
 void Unit::finish_gather() {
@@ -226,10 +268,13 @@ void Unit::finish_gather() {
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   auto work = std::move(gather_work_);
+  const Span span("all_gather_copy_out", name_);
   try {
+    const bool on_stream = work->is_on_stream();
     work->wait();
-    check_signatures();
+    compare_signatures(on_stream);
     finish_arrivals();
+    if (home_stream_) reader_stream_ = current_stream(device());
   } catch (...) {
     reshard();
     throw;
@@ -238,15 +283,26 @@ void Unit::finish_gather() {
   state_ = State::gathered;
 }
 
-void Unit::check_signatures() {
-  auto& group = gathering_transport()->communicator();
-  const auto table = signatures_.view(at::kByte).to(kHost).view(at::kLong).view({group.size(), -1});
-  signatures_ = at::Tensor();
-  const auto rank = group.rank();
-  const auto* rows = table.const_data_ptr<int64_t>();
-  const auto width = table.size(1);
+// On a device that works beside the host the comparison waits until the signatures have arrived by themselves.
+void Unit::compare_signatures(bool on_stream) {
+  if (!signatures_.defined()) return;
+  const auto rank = gathering_transport()->communicator().rank();
+  const auto bytes = std::exchange(signatures_, {}).view(at::kByte);
+  if (!home_stream_ || !can_pin_memory_for(device().type())) return check_signatures(bytes.to(kHost), rank);
+  auto table = at::empty(bytes.sizes(), at::TensorOptions(at::kByte).pinned_memory(true));
+  const auto& gather = *streams()->gather();
+  // The compute stream has waited for the gather; where that ran on its own stream, the copy need not wait in turn.
+  const OnStream on_gather(&gather, on_stream ? gather : current_stream(device()));
+  table.copy_(bytes, /*non_blocking=*/true);
+  scheduler()->compare_later({shared_from_this(), std::move(table), rank, std::make_shared<StreamMark>(gather)});
+}
+
+void Unit::check_signatures(const at::Tensor& table, int64_t rank) const {
+  constexpr int64_t width = 4;
+  const auto ranks = table.numel() / static_cast<int64_t>(width * sizeof(int64_t));
+  const auto* rows = static_cast<const int64_t*>(table.const_data_ptr());
   const auto* own = rows + rank * width;
-  for (int64_t other = 0; other < group.size(); ++other) {
+  for (int64_t other = 0; other < ranks; ++other) {
     const auto* row = rows + other * width;
     if (std::equal(row, row + width, own)) continue;
     auto scheduler = this->scheduler();
@@ -273,7 +329,9 @@ void Unit::free_unsharded() {
     }
     gather_work_.reset();
   }
+  signatures_ = at::Tensor();
   arrivals_.clear();
+  give_memory_home();
   for (auto& unsharded : unsharded_) {
     if (unsharded.flat.defined() && !unsharded.is_own_memory) free_memory(unsharded.flat);
   }
@@ -282,6 +340,20 @@ void Unit::free_unsharded() {
   read_since_gather_ = false;
   is_requested_ = false;
   read_scope_ = kNoScope;
+}
+
+void Unit::wait_for_copies_from_host() {
+  if (const auto read = std::exchange(shards_read_, nullptr)) read->synchronize();
+}
+
+// Memory goes back to the pool of the stream that it was made on, whose next work must not overtake readers elsewhere.
+void Unit::give_memory_home() {
+  if (!home_stream_) return;
+  const auto current = current_stream(home_stream_->device());
+  order_after(*home_stream_, current);
+  if (reader_stream_ && *reader_stream_ != current) order_after(*home_stream_, *reader_stream_);
+  home_stream_.reset();
+  reader_stream_.reset();
 }
 
 void Unit::reshard() {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "dtensor/error.h"
+#include "dtensor/graph_capture.h"
 #include "hsdp/scheduler.h"
 
 namespace hsdp {
@@ -79,8 +80,12 @@ void Scheduler::advance_reductions() {
                         return unit->settings().all_reduce_hook != nullptr;
                       });
   const size_t most = hooked ? 0 : kAllReducesInFlight;
+  const auto has_ended = [&] {
+    const auto& [unit, reduction] = reductions_.front();
+    return !dtensor::is_capturing(unit->device()) && is_completed(reduction);
+  };
   while (!reductions_.empty() && reductions_.front().second.all_reducing &&
-         (reductions_.size() > most || is_completed(reductions_.front().second))) {
+         (reductions_.size() > most || has_ended())) {
     finish_front();
   }
   if (reductions_.empty() || reductions_.back().second.all_reducing) return;
@@ -100,8 +105,20 @@ void Scheduler::finish_front() {
   auto [unit, reduction] = std::move(reductions_.front());
   reductions_.pop_front();
   if (unit->advance_reduction(reduction) == Unit::Next::kept) return;
+  // Copies of the gradients before had the time of a unit's backward.
+  for (auto& each : units_) each->release_offloaded();
   for (auto index : unit->finish_reduction(std::move(reduction))) {
     if (gradient_ready_) gradient_ready_(unit->parameters()[index].tensor());
+  }
+  // Others may wait for the end of the backward, when the host has nothing else to do.
+  if (gradient_ready_) settle_offloaded();
+}
+
+void Scheduler::settle_offloaded() {
+  for (auto& unit : units_) {
+    for (auto index : unit->settle_offloaded()) {
+      if (gradient_ready_) gradient_ready_(unit->parameters()[index].tensor());
+    }
   }
 }
 

@@ -1,6 +1,7 @@
 #include "hsdp/scheduler.h"
 
 #include <c10/core/GradMode.h>
+#include <c10/util/Logging.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -9,11 +10,13 @@
 #include <utility>
 
 #include "dtensor/error.h"
+#include "dtensor/graph_capture.h"
 #include "dtensor/hash_bytes.h"
 #include "dtensor/mesh_collectives.h"
 #include "hsdp/host.h"
 #include "hsdp/region_recorder.h"
 #include "hsdp/saved_tensors.h"
+#include "hsdp/span.h"
 #include "hsdp/storage_memory.h"
 
 namespace hsdp {
@@ -76,6 +79,14 @@ void Scheduler::enter_scope() {
   // Forwards with grad mode on and no backward must not let the plan grow for ever.
   if (backward_plan_.size() > 8 * units_.size() + 64) backward_plan_.clear();
   if (backward_task_ != -1) forget_iteration();  // A backward that threw never reached its end.
+  // A graph that is captured gathers for itself, and what it gathered is not there before a replay.
+  if (is_capturing() != was_capturing_) {
+    was_capturing_ = !was_capturing_;
+    for (auto& unit : units_) {
+      if (!unit->has_pins()) free(*unit, /*in_forward=*/false);
+      unit->drop_part();
+    }
+  }
   for (auto& unit : units_) unit->claim_accumulators();
 }
 
@@ -86,6 +97,7 @@ void Scheduler::leave_scope() noexcept {
   current_ = nullptr;
   for (auto& unit : units_) unit->disconnect();
   if (in_backward()) return;
+  wait_for_copies_from_host();
   if (!order_.empty()) former_order_ = std::move(order_);
   order_.clear();
   free_unneeded(/*keep_kept=*/true);
@@ -109,6 +121,7 @@ int64_t Scheduler::scope_token() const {
 void Scheduler::free(Unit& unit, bool in_forward) {
   if (!unit.is_gathered() && !unit.is_gathering()) return;
   if (observer_) observer_("reshard", unit);
+  const Span span(in_forward ? "post_forward" : "post_backward_reshard", unit.name());
   if (in_forward && c10::GradMode::is_enabled()) {
     unit.reshard_for_backward();
   } else {
@@ -146,6 +159,7 @@ void Scheduler::read(Unit& unit) {
   if (summoned_ > 0) return read_summoned(unit);
   if (&unit == current_ && unit.is_gathered() && !unit.is_stale()) return;
   check_values();
+  const Span span(backward ? "pre_backward" : "pre_forward", unit.name());
   if (backward) {
     read_in_backward(unit);
   } else {
@@ -216,11 +230,37 @@ void Scheduler::read_in_backward(Unit& unit) {
 
 void Scheduler::prefetch(Unit* unit, bool requested) {
   if (unit->is_gathered() || unit->is_gathering() || !unit->needs_gather()) return;
+  const Span span(in_backward() ? "backward_prefetch for" : "forward_prefetch for", unit->name());
   start_gather(*unit);
   if (requested) unit->mark_requested();
 }
 
+// Whoever changes offloaded shards after a forward or backward does so on the host.
+void Scheduler::wait_for_copies_from_host() noexcept {
+  for (auto& unit : units_) {
+    try {
+      unit->wait_for_copies_from_host();
+    } catch (const std::exception& error) {
+      LOG(ERROR) << "hsdp: copying the shards of unit " << unit->name() << ": " << error.what();
+    }
+  }
+}
+
+bool Scheduler::is_capturing() const { return !units_.empty() && dtensor::is_capturing(units_.front()->device()); }
+
+void Scheduler::compare_arrived(bool all) {
+  if (comparisons_.empty() || is_capturing()) return;
+  const size_t most = all ? 0 : 2 * units_.size() + 8;
+  while (!comparisons_.empty() && (comparisons_.size() > most || comparisons_.front().arrived->is_completed())) {
+    const Comparison comparison = std::move(comparisons_.front());
+    comparisons_.pop_front();
+    comparison.arrived->synchronize();
+    comparison.unit->check_signatures(comparison.table, comparison.rank);
+  }
+}
+
 void Scheduler::start_gather(Unit& unit) {
+  compare_arrived();
   if (observer_) observer_("all_gather", unit);
   unit.start_gather();
   GatheredPeaks now;
@@ -343,8 +383,13 @@ void Scheduler::join_backward() {
 
 void Scheduler::end_backward() {
   std::lock_guard lock(mutex_);
+  const Span span("root_post_backward_callback");
   reduce_leftovers();
-  if (is_last_backward_) finish_reductions();
+  // A graph has to end with all of its streams joined.
+  if (is_last_backward_ || is_capturing()) finish_reductions();
+  settle_offloaded();
+  wait_for_copies_from_host();
+  compare_arrived();
   std::vector<std::pair<std::shared_ptr<Unit>, std::vector<Unit::AwaitingHooks>>> hooked;
   for (auto& unit : units_) hooked.emplace_back(unit, unit->take_awaiting_hooks());
   const EndedTask ended(std::exchange(backward_task_, -1));
@@ -401,6 +446,7 @@ void Scheduler::note_write(const std::string& what, uint64_t hash) {
 }
 
 void Scheduler::compare_writes(const dtensor::DeviceMesh& mesh) {
+  compare_arrived(/*all=*/true);
   if (mesh.size() == 1 || writes_ == 0) return;
   const auto own =
       at::full({1}, static_cast<int64_t>(writes_), at::TensorOptions(units_.front()->device()).dtype(at::kLong));
@@ -421,6 +467,7 @@ void Scheduler::raise_unlike_writes(int64_t rank, int64_t other) const {
 void Scheduler::reset_iteration_state() {
   std::lock_guard lock(mutex_);
   reductions_.clear();
+  comparisons_.clear();
   forget_iteration();
   for (auto& unit : units_) unit->drop_kept_gradients();
 }

@@ -97,6 +97,16 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   /// Counts this gather and says what it is, for comparison with the other ranks: a hash over all gathers and
   /// reductions, the unit's place in units(), the number of collectives, and a hash over what forwards wrote.
   std::array<int64_t, 4> next_signature(const Unit& unit);
+  /// What the ranks said they gathered, on its way to the host.
+  struct Comparison {
+    std::shared_ptr<Unit> unit;
+    at::Tensor table;
+    int64_t rank;
+    std::shared_ptr<StreamMark> arrived;
+  };
+  /// Looks at it when it has arrived: before a later gather or at the end of a backward. A program that runs far ahead
+  /// of its device is held up rather than told too late.
+  void compare_later(Comparison comparison) { comparisons_.push_back(std::move(comparison)); }
   /// A whole parameter or state like it was written; `hash` is that of the values, which must be the same on all ranks.
   void note_write(const std::string& what, uint64_t hash);
   /// Throws StateError on all ranks when they have written unlike values so far. Collective; the next gather compares
@@ -121,6 +131,10 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void ensure_gathered(Unit& unit);
   void prefetch(Unit* unit, bool requested = false);
   void start_gather(Unit& unit);
+  void compare_arrived(bool all = false);
+  bool is_capturing() const;
+  void settle_offloaded();
+  void wait_for_copies_from_host() noexcept;
   void free(Unit& unit, bool in_forward);
   bool is_kept_by_backward(const Unit& unit) const;
   void forget_iteration();
@@ -157,6 +171,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   Unit* current_ = nullptr;
   std::vector<Unit*> order_, former_order_;  // gathers of this scope and of the last one
   bool prefetch_forward_ = true;
+  bool was_capturing_ = false;  // when the last scope was entered
   struct Planned {
     Unit* unit;
     int64_t scope_token;
@@ -171,6 +186,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   std::function<void(const at::Tensor&)> gradient_ready_;
   std::function<void(const char*, const Unit&)> observer_;
   std::deque<std::pair<Unit*, Reduction>> reductions_;
+  std::deque<Comparison> comparisons_;
 };
 
 }  // namespace hsdp

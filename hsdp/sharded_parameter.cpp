@@ -44,18 +44,6 @@ at::Tensor registered_tensor(const std::vector<ParameterSlot>& slots) {
   return registered;
 }
 
-// Pinned memory is that of the process's accelerator, which a build may know and this machine not have, and which a
-// library from elsewhere need not offer.
-bool can_pin_memory_for(c10::DeviceType device) {
-  const auto accelerator = at::getAccelerator();
-  if (accelerator != device || device_count(device) == 0) return false;
-  try {
-    return at::globalContext().getAcceleratorHooksInterface(device).getPinnedMemoryAllocator() != nullptr;
-  } catch (const c10::Error&) {
-    return false;
-  }
-}
-
 // Neither the tensor nor its memory may be somebody else's as well. A DTensor holds its memory twice, as body and
 // local.
 void check_sole_owner(const at::Tensor& registered, const std::vector<ParameterSlot>& slots, const std::string& name) {

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <deque>
@@ -101,6 +102,8 @@ c10::DataPtr allocate(c10::Allocator& allocator, c10::DeviceType device, size_t 
 
 void allocate_memory(const at::Tensor& tensor, size_t nbytes) {
   auto* storage = tensor.storage().unsafeGetStorageImpl();
+  // Allocators give memory of the thread's current device.
+  const c10::DeviceGuard on_device(storage->device());
   auto* allocator = storage->allocator() != nullptr ? storage->allocator() : c10::GetAllocator(storage->device_type());
   auto memory = allocate(*allocator, storage->device_type(), nbytes);
   refuses_reads(*storage) = false;

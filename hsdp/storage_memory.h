@@ -8,9 +8,9 @@
 
 namespace hsdp {
 
-/// Host memory of unsharded parameters and of collectives' buffers goes from one unit to the next instead of back to the
-/// heap, where activations would break it up: cached blocks, of at most what was once in use at the same time, until
-/// release_cached_memory(). Thread-safe. Other devices have caching allocators of their own.
+/// Host memory of unsharded parameters and of collectives' buffers goes from one unit to the next instead of back to
+/// the heap, where activations would break it up: cached blocks, of at most what was once in use at the same time,
+/// until release_cached_memory(). Thread-safe. Other devices have caching allocators of their own.
 
 /// Gives the StorageImpl behind a tensor fresh memory of its former kind: the object stays, so views stay valid
 /// handles. Old contents are gone. Works for every device whose allocator libtorch knows.
@@ -19,7 +19,6 @@ void allocate_memory(const at::Tensor& tensor, size_t nbytes);
 void free_memory(const at::Tensor& tensor);
 /// The text of that error.
 void say_when_read_without_memory(const at::Tensor& tensor, std::string message);
-
 
 /// A tensor without values, for a buffer that lives for one collective.
 at::Tensor empty_buffer(c10::IntArrayRef sizes, const at::TensorOptions& options);

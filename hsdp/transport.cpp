@@ -53,6 +53,11 @@ class TransportWork final : public Work {
     return std::all_of(parts_.begin(), parts_.end(), [](const Part& part) { return part.work->is_completed(); });
   }
 
+  bool is_on_stream() const override {
+    return std::all_of(parts_.begin(), parts_.end(),
+                       [](const Part& part) { return part.work->is_on_stream() && !part.finish; });
+  }
+
  private:
   struct Part {
     std::shared_ptr<Work> work;

@@ -19,9 +19,9 @@ struct TensorPair {
 /// Gathers and reduces a unit's tensors with as few collectives as its communicator is good at.
 ///
 /// Ownership: holds its communicator; a returned Work owns the tensors and all buffers until it was waited for.
-/// Threads: as the communicator, one caller at a time. Streams: wait() has to be called with the stream current that
-/// was current at the start, because buffers are unpacked there. Results are written through aliases: version counters
-/// of the tensors handed in do not move, and autograd sees nothing.
+/// Threads: as the communicator, one caller at a time. Streams: collectives and the copies before them run behind the
+/// stream that is current at the start, copies after them on the one that is current in wait(). Results are written
+/// through aliases: version counters of the tensors handed in do not move, and autograd sees nothing.
 class Transport {
  public:
   virtual ~Transport();

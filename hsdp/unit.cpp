@@ -55,6 +55,10 @@ void Unit::claim_accumulators() {
         (own->input_metadata(0).dtype() != tensor.dtype() || own->input_metadata(0).device() != tensor.device())) {
       own.reset();
     }
+    if (own && own.use_count() == 1 && tensor.device().type() != kHost && !tensor.is_meta() &&
+        own->input_metadata(0).stream() != current_stream(tensor.device())) {
+      own.reset();
+    }
     if (!own) own = std::make_shared<ParameterAccumulator>(weak_from_this(), i, tensor);
     if (torch::autograd::impl::try_get_grad_accumulator(tensor) != own) {
       torch::autograd::impl::set_grad_accumulator(tensor, own);

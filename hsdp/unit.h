@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "dtensor/dtensor_impl.h"
+#include "hsdp/comm_streams.h"
 #include "hsdp/sharded_parameter.h"
 #include "hsdp/transport.h"
 #include "hsdp/unit_context.h"
@@ -39,6 +40,7 @@ struct Reduction {
   std::vector<double> divisors;                       // of each buffer, what is left to divide by
   int64_t task = -1;                                  // the backward that they come from
   bool all_reducing = false;                          // the second collective is on its way
+  std::optional<c10::Stream> home;                    // where the buffers come from, on devices with streams
   std::vector<std::shared_ptr<dtensor::Work>> works;  // own what they read as long as it is needed
 };
 
@@ -74,6 +76,7 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
   void adopt_parameters();
   /// Makes sure that each parameter's gradient accumulator is the unit's: set_data and dtype changes make autograd
   /// forget it, and a stock one would add full gradients to shards.
+  /// Made anew for another current stream as well, where no graph knows them: autograd ends backwards on it.
   void claim_accumulators();
   void set_scheduler(std::weak_ptr<Scheduler> scheduler) { scheduler_ = std::move(scheduler); }
   std::shared_ptr<Scheduler> scheduler() const { return scheduler_.lock(); }
@@ -111,6 +114,9 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
   bool is_stale() const;
   /// Whether its unsharded parameters are other memory than its shards.
   bool needs_gather() const;
+  /// What the ranks say they gathered, as it arrived on the host. Throws CommunicationError, or StateError for unlike
+  /// writes, where another rank says other than `rank`.
+  void check_signatures(const at::Tensor& table, int64_t rank) const;
   /// Starts the all-gather, among fewer ranks where a forward kept a part; memory is allocated now.
   void start_gather();
   /// Waits for it. Throws CommunicationError and is then sharded again.
@@ -120,6 +126,8 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
   /// The same at the end of a forward whose backward will gather again: keeps a part where the settings say so.
   void reshard_for_backward();
   bool keeps_part() const { return !kept_parts_.empty(); }
+  /// Blocks the host until the device has read offloaded shards, so that they may be changed.
+  void wait_for_copies_from_host();
   /// Frees that part.
   void drop_part() { kept_parts_.clear(); }
   /// Number of bytes of the unsharded parameters (padded).
@@ -187,9 +195,14 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
   /// waits in this unit for a later all-reduce.
   enum class Next { all_reduce, finish, kept };
   Next advance_reduction(Reduction& reduction);
-  /// Waits, divides, and adds to the parameters' `.grad` as DTensors; what has hooks waits for run_hooks(). Returns the
-  /// parameters whose gradients are there.
+  /// Waits, divides, and adds to the parameters' `.grad` as DTensors; what has hooks waits for run_hooks(), and what is
+  /// on its way to the host for settle_offloaded(). Returns the parameters whose gradients are there.
   std::vector<size_t> finish_reduction(Reduction reduction);
+  /// Blocks the host until offloaded gradients have arrived there, and does the rest with them. Returns the parameters
+  /// whose gradients are there.
+  std::vector<size_t> settle_offloaded();
+  /// Frees the device's side of gradients that are on their way to the host; the compute stream waits for their copies.
+  void release_offloaded();
   /// What was reduced over the shard axis only, and still waits for the other: an all-reduce of it alone.
   std::optional<Reduction> start_kept_reduction();
   bool has_kept_shards() const { return !kept_shards_.empty(); }
@@ -210,10 +223,7 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
   void keep_unsynced(const std::vector<size_t>& indices, std::vector<at::Tensor> gradients);
   bool has_unsynced() const { return !unsynced_gradients_.empty(); }
   void merge_unsynced(std::vector<size_t>& indices, std::vector<at::Tensor>& gradients);
-  void drop_gradients_in_flight() {
-    direct_gradients_.clear();
-    awaiting_hooks_.clear();
-  }
+  void drop_gradients_in_flight();
   /// Forgets what waits for a later backward as well.
   void drop_kept_gradients() {
     unsynced_gradients_.clear();
@@ -259,24 +269,47 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
     int64_t version = 0;
   };
 
+  /// A reduced gradient, divided, on its way into `.grad`.
+  struct Landed {
+    size_t index;
+    int64_t task;
+    at::Tensor local;
+    bool accumulated = false;  // it is in `.grad` already
+  };
+  struct Offloaded {
+    std::vector<Landed> landed;           // on the host
+    std::vector<at::Tensor> device_side;  // that they are copied from
+    std::shared_ptr<StreamMark> copied;
+  };
+
   at::ScalarType gathered_dtype(size_t index) const;
   /// Whether the unsharded parameter is the shard's own memory.
   bool is_own_memory(size_t index) const;
   bool is_sharded(size_t index) const;
-  void start_gather_of(size_t index, std::vector<TensorPair>& pairs);
+  /// Copies that are one launch.
+  struct CopyIn {
+    std::vector<at::Tensor> to, from;
+  };
+  void start_gather_of(size_t index, std::vector<TensorPair>& pairs, CopyIn& copies);
+  std::shared_ptr<dtensor::Work> start_collective(std::vector<TensorPair> pairs);
   void finish_arrivals();
+  void compare_signatures(bool on_stream);
   void free_unsharded();
+  void give_memory_home();
   Transport* gathering_transport() const;
+  const CommStreams* streams() const { return CommStreams::of(device()); }
   double divide_factor() const;
   at::Tensor shard_of(const Reduction& reduction, const Reduction::Part& part) const;
   void prepare_shards();
   void keep_raw_writes();
   void write_back(size_t index);
-  void check_signatures();
   void prepare_unsharded(size_t index);
   void forget_unsharded(Unsharded& unsharded);
   void connect(int64_t scope_token);
-  bool land(const Reduction::Part& part, const at::Tensor& buffer, int64_t task);
+  at::Tensor local_of(const Reduction::Part& part, const at::Tensor& buffer) const;
+  at::Tensor accumulated_local(size_t index) const;
+  void offload(std::vector<Landed> landed);
+  std::vector<size_t> land(const std::vector<Landed>& landed);
   void accumulate(size_t index, const at::Tensor& local);
 
   std::string name_;
@@ -301,6 +334,9 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
   std::vector<Unsharded> unsharded_;
   std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;
   std::shared_ptr<dtensor::Work> gather_work_;
+  std::shared_ptr<StreamMark> shards_read_;  // behind the copies of offloaded shards
+  // Where the unsharded memory comes from, and where it is read; unset without streams.
+  std::optional<c10::Stream> home_stream_, reader_stream_;
   at::Tensor signatures_;  // what each rank says it gathers, beside the parameters
   std::vector<Arrival> arrivals_;
   // reshard_after_forward = n: the neighbours' transport, and this rank's part of each parameter between forward and
@@ -312,6 +348,7 @@ class Unit final : public dtensor::ParameterOwner, public std::enable_shared_fro
   std::vector<at::Tensor> unsynced_gradients_;  // full, by parameter
   std::vector<at::Tensor> kept_shards_;         // reduced over the shard axis only, padded, by parameter
   std::vector<AwaitingHooks> awaiting_hooks_;
+  std::vector<Offloaded> offloaded_;
 };
 
 }  // namespace hsdp

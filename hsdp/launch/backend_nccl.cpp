@@ -13,7 +13,9 @@ BackendKind nccl_backend() {
           [](const c10::intrusive_ptr<c10d::Store>& store, int64_t rank, int64_t size,
              std::chrono::milliseconds timeout, c10::Device) -> c10::intrusive_ptr<c10d::Backend> {
             auto options = c10d::ProcessGroupNCCL::Options::create();
-            options->timeout = timeout;
+            // Its watchdog ends the process when a collective does not end. The communicator's own watch, which knows
+            // the unit, speaks first.
+            options->timeout = timeout + std::chrono::seconds(5);
             return c10::make_intrusive<c10d::ProcessGroupNCCL>(store, static_cast<int>(rank), static_cast<int>(size),
                                                                options);
           }};

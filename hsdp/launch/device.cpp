@@ -34,6 +34,16 @@ c10::Device current_device(c10::DeviceType type) { return c10::impl::VirtualGuar
 
 void set_device(c10::Device device) { c10::impl::VirtualGuardImpl(device.type()).setDevice(device); }
 
+bool can_pin_memory_for(c10::DeviceType device) {
+  const auto accelerator = at::getAccelerator();
+  if (accelerator != device || device_count(device) == 0) return false;
+  try {
+    return at::globalContext().getAcceleratorHooksInterface(device).getPinnedMemoryAllocator() != nullptr;
+  } catch (const c10::Error&) {
+    return false;
+  }
+}
+
 int64_t memory_bytes(c10::Device device) {
   if (device.type() == kHost) return host_memory::bytes();
   return allocated_bytes(device).current;

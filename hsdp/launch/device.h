@@ -14,6 +14,11 @@ c10::Device current_device(c10::DeviceType type);
 /// Makes a device the current one of the calling thread.
 void set_device(c10::Device device);
 
+/// Whether memory of the host can be page-locked for a type of device, which makes copies to and from it asynchronous.
+/// It is that of the process's accelerator, which a build may know and this machine not have, and which a library from
+/// elsewhere need not offer.
+bool can_pin_memory_for(c10::DeviceType device);
+
 /// Counts the bytes of tensors on the host from now on, for memory_bytes and peak_memory_bytes. Once in a process,
 /// before tensors are made, which would not be counted; a second call does nothing. Page-locked and mapped memory is
 /// not counted.

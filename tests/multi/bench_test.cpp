@@ -15,6 +15,7 @@
 
 namespace {
 
+using ::testing::AnyOf;
 using ::testing::HasSubstr;
 using namespace testing_support;
 using Json = nlohmann::json;
@@ -38,7 +39,12 @@ Json line_of(const ProcessResult& result) {
 
 // Embeddings of 256 tokens and 8 positions, two blocks, final norm and head, of width 16.
 constexpr int64_t kBlock = 4 * 16 + (3 + 1 + 4 + 4) * 16 * 16 + (3 + 1 + 4 + 1) * 16;
-constexpr int64_t kParameters = (256 + 8) * 16 + 2 * kBlock + 2 * 16 + 16 * 256;
+constexpr int64_t parameters_with(int64_t vocabulary) {
+  return (vocabulary + 8) * 16 + 2 * kBlock + 2 * 16 + 16 * vocabulary;
+}
+constexpr int64_t kParameters = parameters_with(256);
+// Of the sizes that have a name.
+constexpr int64_t kNamedVocabulary = 50304;
 
 TEST(Bench, ShardedOverTwoRanks) {
   const auto line = line_of(run_bench({"hsdp", "--ranks", "2", "--memory"}));
@@ -75,6 +81,38 @@ TEST(Bench, UnconnectedCopies) {
   EXPECT_EQ(line.at("parameters"), kParameters);
   EXPECT_GT(line.at("activation_mib").get<double>(), 0);
   EXPECT_FALSE(line.contains("units"));
+}
+
+TEST(Bench, ASizeByNameInBf16AndUsefulOperations) {
+  const auto line = line_of(run_bench({"hsdp", "--ranks", "2", "--size", "small", "--bf16"}));
+  // What the other options say counts.
+  EXPECT_EQ(line.at("width"), 16);
+  EXPECT_EQ(line.at("sequence"), 8);
+  EXPECT_EQ(line.at("vocabulary"), kNamedVocabulary);
+  EXPECT_EQ(line.at("parameters"), parameters_with(kNamedVocabulary));
+  EXPECT_EQ(line.at("bf16"), true);
+  EXPECT_EQ(line.at("device"), "host");
+  EXPECT_EQ(line.at("device_name"), "");
+  EXPECT_FALSE(line.contains("peak_allocated_mib"));
+  // Gathers of two blocks twice and of the root once, in two bytes an element, each with 32 bytes a rank that are
+  // compared; reductions in four.
+  EXPECT_DOUBLE_EQ(line.at("collectives_a_step").at("reduce_scatter_mib").get<double>() * 1024 * 1024,
+                   4.0 * parameters_with(kNamedVocabulary));
+  EXPECT_DOUBLE_EQ(line.at("collectives_a_step").at("all_gather_mib").get<double>() * 1024 * 1024,
+                   2.0 * (parameters_with(kNamedVocabulary) + 2 * kBlock) + 5 * 2 * 32);
+  const double flops = 8.0 * (6.0 * parameters_with(kNamedVocabulary) + 12.0 * 2 * 16 * 8);
+  EXPECT_NEAR(line.at("model_tflops_a_rank").get<double>() * line.at("step_ms").get<double>() * 1e9, flops,
+              1e-6 * flops);
+}
+
+TEST(Bench, Bf16IsForShardedModesAndAGpuHasToBeThere) {
+  const auto alone = run_bench({"alone", "--bf16"});
+  EXPECT_EQ(alone.exit_code, 1) << to_string(alone);
+  EXPECT_THAT(alone.err, HasSubstr("[hsdp_bench] --bf16 with alone, expected a sharded mode"));
+  const auto gpu = run_bench({"hsdp", "--device", "cuda"});
+  if (gpu.exit_code == 0) return;  // there is one
+  EXPECT_EQ(gpu.exit_code, 1) << to_string(gpu);
+  EXPECT_THAT(gpu.err, AnyOf(HasSubstr("0 visible CUDA devices"), HasSubstr("in a build without NCCL")));
 }
 
 TEST(Bench, ARankThatFailsEndsAll) {
@@ -172,15 +210,41 @@ TEST(Bench, ThePeerHasTheSameModel) {
   for (const char* mode : {"fsdp2", "ddp", "alone"}) {
     std::vector<std::string> command{HSDP_TORCH_PYTHON, HSDP_SOURCE_DIR "/tools/bench/peer.py", mode, "--ranks", "2"};
     command.insert(command.end(), kTiny.begin(), kTiny.end());
+    const bool by_name = mode == std::string("fsdp2");
+    if (by_name) command.insert(command.end(), {"--size", "small", "--bf16"});
     const auto result = run_process(
         {.command = command, .environment = {{"PYTHONDONTWRITEBYTECODE", "1"}}, .timeout = std::chrono::minutes(3)});
     const auto line = line_of(result);
     EXPECT_EQ(line.at("mode"), mode);
-    EXPECT_EQ(line.at("parameters"), kParameters) << mode;
-    for (const char* key : {"step_ms", "processor_ms", "tokens_per_second", "peak_rss_mib", "start_rss_mib"}) {
+    EXPECT_EQ(line.at("bf16"), by_name);
+    EXPECT_EQ(line.at("parameters"), by_name ? parameters_with(kNamedVocabulary) : kParameters) << mode;
+    for (const char* key :
+         {"step_ms", "processor_ms", "tokens_per_second", "peak_rss_mib", "start_rss_mib", "model_tflops_a_rank"}) {
       EXPECT_GT(line.at(key).get<double>(), 0) << mode << " " << key;
     }
   }
+}
+
+// What runs on GPUs, with a small model on the host.
+TEST(Bench, SizesAreComparedInTheSameSitting) {
+  std::vector<std::string> command{HSDP_TORCH_PYTHON, HSDP_SOURCE_DIR "/tools/bench/compare.py"};
+  command.insert(command.end(),
+                 {"--cases", "size_large", "--rounds", "1", "--steps", "1", "--bench",
+                  HSDP_BINARY_DIR "/tools/bench/hsdp_bench", "--python", HSDP_TORCH_PYTHON, "--peak-tflops", "0.5"});
+  for (const char* setting : {"width=16", "layers=2", "batch=1", "sequence=8", "vocabulary=256"}) {
+    command.insert(command.end(), {"--override", setting});
+  }
+  const auto line = line_of(run_process(
+      {.command = command, .environment = {{"PYTHONDONTWRITEBYTECODE", "1"}}, .timeout = std::chrono::minutes(3)}));
+  EXPECT_EQ(line.at("case"), "size_large");
+  EXPECT_EQ(line.at("parameters"), kParameters);
+  EXPECT_TRUE(line.at("peak_allocated_mib").is_null());
+  const auto of = [&](const char* key, const char* side) { return line.at(key).at(side).get<double>(); };
+  for (const char* side : {"hsdp", "fsdp2"}) {
+    EXPECT_NEAR(of("mfu", side), of("model_tflops_a_rank", side) / 0.5, 1e-3 * of("mfu", side)) << side;
+  }
+  const double ratio = of("tokens_per_second", "hsdp") / of("tokens_per_second", "fsdp2");
+  EXPECT_NEAR(line.at("tokens_to_peer").at("median").get<double>(), ratio, 1e-2 * ratio);
 }
 
 TEST(Bench, ThePeerSavesTheSameModels) {

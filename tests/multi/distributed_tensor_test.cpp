@@ -2,6 +2,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cmath>
+#include <limits>
+
 #include "dtensor/communicator.h"
 #include "dtensor/dtensor.h"
 #include "hsdp/hsdp.h"
@@ -102,9 +105,13 @@ TEST_P(StockClipping, ScalesByTheGlobalNorm) {
   const auto [ranks, type] = GetParam();
   run_ranks(ranks, [type = type](RankContext& context) {
     auto mesh = context.environment().mesh();
-    std::vector<at::Tensor> plain, sharded;
+    std::vector<at::Tensor> plain, sharded, waiting, queued;  // the last two for the library's own
     for (auto& sizes : std::vector<std::vector<int64_t>>{{5, 3}, {1}, {7, 2}}) {
       auto values = counting(sizes);
+      for (auto* own : {&waiting, &queued}) {
+        own->push_back(DTensor::distribute(values, mesh, {Shard(0)}).as_parameter(true).tensor());
+        own->back().mutable_grad() = DTensor::distribute(values.sin(), mesh, {Shard(0)}).tensor();
+      }
       plain.push_back(values.clone().set_requires_grad(true));
       plain.back().mutable_grad() = values.sin();
       sharded.push_back(DTensor::distribute(values, mesh, {Shard(0)}).as_parameter(true).tensor());
@@ -113,9 +120,25 @@ TEST_P(StockClipping, ScalesByTheGlobalNorm) {
     const double expected = torch::nn::utils::clip_grad_norm_(plain, 0.7, type);
     const double norm = torch::nn::utils::clip_grad_norm_(sharded, 0.7, type);
     EXPECT_NEAR(norm, expected, 1e-12 * expected);
+    const double own_norm = hsdp::clip_grad_norm_(waiting, 0.7, type);
+    const auto queued_norm = hsdp::clip_grad_norm_on_device_(queued, 0.7, type);
+    EXPECT_NEAR(own_norm, expected, 1e-12 * expected);
+    EXPECT_EQ(queued_norm.scalar_type(), torch::kFloat64);
+    EXPECT_EQ(queued_norm.item<double>(), own_norm);
     for (size_t i = 0; i < plain.size(); ++i) {
       EXPECT_TRUE(torch::allclose(DTensor(sharded[i].grad()).full_tensor(), plain[i].grad(), 1e-12, 0));
+      EXPECT_TRUE(torch::allclose(DTensor(waiting[i].grad()).full_tensor(), plain[i].grad(), 1e-12, 0));
+      EXPECT_TRUE(torch::equal(DTensor(queued[i].grad()).full_tensor(), DTensor(waiting[i].grad()).full_tensor()));
     }
+    // Within the norm nothing changes, and what is not finite spreads.
+    const auto before = DTensor(queued[0].grad()).full_tensor();
+    EXPECT_LE(hsdp::clip_grad_norm_on_device_(queued, 0.8, type).item<double>(), 0.7 * (1 + 1e-5));
+    EXPECT_TRUE(torch::equal(DTensor(queued[0].grad()).full_tensor(), before));
+    queued[1].grad().fill_(std::numeric_limits<double>::quiet_NaN());
+    EXPECT_TRUE(std::isnan(hsdp::clip_grad_norm_on_device_(queued, 0.8, type).item<double>()));
+    EXPECT_TRUE(DTensor(queued[0].grad()).full_tensor().isnan().all().item<bool>());
+    EXPECT_EQ(hsdp::clip_grad_norm_on_device_({torch::ones({2})}, 1, type).item<double>(), 0);
+    EXPECT_THROW(hsdp::clip_grad_norm_on_device_(queued, -1, type), dtensor::ValueError);
     torch::nn::utils::clip_grad_value_(sharded, 0.01);
     torch::nn::utils::clip_grad_value_(plain, 0.01);
     EXPECT_TRUE(torch::allclose(DTensor(sharded[0].grad()).full_tensor(), plain[0].grad(), 1e-12, 0));

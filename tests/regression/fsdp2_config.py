@@ -66,12 +66,16 @@ OFF = {
     "checkpoint.folder": ("none",),
     "checkpoint.load": ("auto", "none"),
     "checkpoint.weights": ("none",),
+    "profile.trace_folder": ("none",),
+    "profile.nvtx": (False,),
+    "profile.memory_snapshot_folder": ("none",),
 }
 # Says nothing while the keys above are off.
 WITHOUT_EFFECT = {
     "training.sample_prompt", "training.sample_temperature", "offload.pin_memory", "grad_scaler.scale",
     "grad_scaler.growth_interval", "checkpoint.every", "checkpoint.keep_latest", "checkpoint.keep_every",
-    "checkpoint.async",
+    "checkpoint.async", "profile.trace_first_step", "profile.trace_steps", "profile.trace_ranks",
+    "profile.record_shapes", "profile.profile_memory", "profile.memory_snapshot_step",
 }  # fmt: skip
 
 

@@ -22,9 +22,13 @@
 #include <cstring>
 #include <mutex>
 #include <optional>
+#include <set>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
+
+#include "tests/testing/private_streams.h"
 
 namespace testing_support {
 namespace {
@@ -34,7 +38,9 @@ constexpr auto kType = c10::DeviceType::PrivateUse1;
 thread_local c10::DeviceIndex current_device = 0;
 std::atomic<int64_t> fallbacks{0};
 
-// ---- guard: current device, and streams on which everything is done at once ----
+// ---- guard: current device, and streams: recorded ones, or one on which everything is done at once ----
+
+using recorder::is_recording;
 
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
@@ -54,18 +60,47 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     if (device.has_index()) current_device = device.index();
   }
   c10::Stream getStream(c10::Device device) const override {
+    return is_recording() ? recorder::current_stream(with_index(device)) : getDefaultStream(device);
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override {
     return c10::Stream(c10::Stream::DEFAULT, with_index(device));
   }
-  c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return getStream(stream.device()); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool high_priority) const override {
+    if (!is_recording()) return DeviceGuardImplInterface::getStreamFromGlobalPool(device, high_priority);
+    return recorder::new_stream(with_index(device), high_priority ? -1 : 0);
+  }
+  c10::Stream getNewStream(c10::Device device, int priority) const override {
+    if (!is_recording()) return DeviceGuardImplInterface::getNewStream(device, priority);
+    return recorder::new_stream(with_index(device), priority);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    return is_recording() ? recorder::exchange_stream(stream) : getStream(stream.device());
+  }
   c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(kPrivateDevices); }
-  void record(void** event, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override { *event = &token_; }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
-  void synchronizeDevice(c10::DeviceIndex) const override {}
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+    if (is_recording()) return recorder::record(event, stream);
+    *event = &token_;
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (is_recording()) recorder::block(event, stream);
+  }
+  bool queryEvent(void* event) const override { return !is_recording() || recorder::query(event); }
+  bool queryStream(const c10::Stream& stream) const override { return !is_recording() || recorder::query(stream); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    if (is_recording()) recorder::wait(stream, "synchronize");
+  }
+  void synchronizeEvent(void* event) const override {
+    if (is_recording()) recorder::wait(event);
+  }
+  void synchronizeDevice(c10::DeviceIndex device) const override {
+    if (is_recording()) recorder::wait_device(device);
+  }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+    if (is_recording()) recorder::destroy(event);
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    if (is_recording()) recorder::record_stream(data.get(), stream);
+  }
 
  private:
   static c10::Device with_index(c10::Device device) {
@@ -91,6 +126,10 @@ class Hooks final : public at::PrivateUse1HooksInterface {
   }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::make_generator<at::CPUGeneratorImpl>(); }
   c10::Device getDeviceFromPtr(void*) const override { return {kType, current_device}; }
+  bool isPinnedPtr(const void* data) const override { return is_recording() && recorder::is_pinned(data); }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    return is_recording() ? recorder::pinned_allocator() : PrivateUse1HooksInterface::getPinnedMemoryAllocator();
+  }
 
  private:
   std::array<at::Generator, kPrivateDevices> generators_;
@@ -109,12 +148,15 @@ class Memory final : public c10::DeviceAllocator {
     // Nothing may count on what fresh memory happens to hold.
     std::memset(data, 0x7f, bytes);
     add(index, static_cast<int64_t>(bytes));
+    recorder::allocated(data, bytes, index, /*pinned=*/false);
     return {data, new Block{data, bytes, index}, &release, {kType, index}};
   }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
-  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    if (is_recording()) recorder::record_stream(data.get(), stream);
+  }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex index) override {
     using c10::CachingAllocator::StatType;
     c10::CachingDeviceAllocator::DeviceStats stats;
@@ -160,6 +202,7 @@ class Memory final : public c10::DeviceAllocator {
     auto* block = static_cast<Block*>(context);
     if (block == nullptr) return;
     add(block->index, -static_cast<int64_t>(block->bytes));
+    recorder::released(block->data);
     std::free(block->data);
     delete block;
   }
@@ -197,6 +240,17 @@ at::Tensor& set_storage(at::Tensor& self, c10::Storage source, int64_t offset, a
   return self;
 }
 
+// One line of the log for an operator that the host has run for the device.
+void note(const char* name, c10::Device device, const std::vector<at::Tensor>& reads,
+          const std::vector<at::Tensor>& writes) {
+  if (is_recording() && !recorder::Inside::is_active()) recorder::launch(name, device, reads, writes);
+}
+
+at::Tensor bytes_of(const c10::StorageImpl& storage, const void* data, size_t bytes) {
+  return at::from_blob(const_cast<void*>(data), {static_cast<int64_t>(bytes)},
+                       at::TensorOptions(at::kByte).device(storage.device()));
+}
+
 const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, std::optional<c10::MemoryFormat>) {
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(sizes);
@@ -205,7 +259,11 @@ const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, std::opt
   if (self.numel() > 0 && bytes > storage->nbytes()) {
     const auto guard = on_device(self.device());
     auto larger = memory().allocate(bytes);
-    if (storage->nbytes() > 0) std::memcpy(larger.mutable_get(), storage->data(), storage->nbytes());
+    if (storage->nbytes() > 0) {
+      const auto former = bytes_of(*storage, storage->data(), storage->nbytes());
+      std::memcpy(larger.mutable_get(), storage->data(), storage->nbytes());
+      note("aten::resize_", self.device(), {former}, {bytes_of(*storage, larger.get(), storage->nbytes())});
+    }
     storage->set_data_ptr_noswap(std::move(larger));
     storage->set_nbytes(bytes);
   }
@@ -218,8 +276,36 @@ at::Tensor on_host(const at::Tensor& tensor) {
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), at::TensorOptions(tensor.scalar_type()));
 }
 
-at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool) {
-  on_host(destination).copy_(on_host(self));
+// Between host and device, the copy is in order behind the current stream's work and the host goes on only where it
+// may: with pinned memory that needs no conversion on the host.
+void record_copy(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
+  const bool from_host = self.device().type() != kType, to_host = destination.device().type() != kType;
+  const auto device = to_host ? self.device() : destination.device();
+  const auto& host_side = from_host ? self : destination;
+  const bool goes_on = non_blocking && host_side.is_contiguous() && recorder::is_pinned(host_side.storage().data()) &&
+                       (to_host || self.scalar_type() == destination.scalar_type()) &&
+                       self.sizes().equals(destination.sizes());
+  const auto stream = recorder::current_stream(device);
+  recorder::launch("aten::copy_", device, {self}, {destination});
+  if ((!from_host && !to_host) || host_side.numel() == 0) return;
+  if (!goes_on) {
+    recorder::wait(stream, from_host ? "copy from the host" : "copy to the host");
+  } else if (to_host) {
+    recorder::deliver_later(stream, destination, destination.clone());
+  }
+}
+
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
+  const bool record = is_recording() && !recorder::Inside::is_active();
+  if (record) recorder::deliver({self, destination});
+  {
+    const recorder::Inside inside;
+    on_host(destination).copy_(on_host(self));
+  }
+  if (record) {
+    const recorder::Inside inside;
+    record_copy(self, destination, non_blocking);
+  }
   return destination;
 }
 
@@ -228,7 +314,12 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& destin
   return copy_from(self, destination, false);
 }
 
-at::Scalar local_scalar(const at::Tensor& self) { return on_host(self).item(); }
+at::Scalar local_scalar(const at::Tensor& self) {
+  note("aten::item", self.device(), {self}, {});
+  if (is_recording()) recorder::wait(recorder::current_stream(self.device()), "aten::item");
+  const recorder::Inside inside;
+  return on_host(self).item();
+}
 
 at::Tensor on_host(const std::optional<at::Tensor>& tensor) {
   return tensor && tensor->defined() ? on_host(*tensor) : at::Tensor();
@@ -245,29 +336,109 @@ Three back_on(c10::Device device, const Three& results) {
 Three batch_norm(const at::Tensor& input, const std::optional<at::Tensor>& weight,
                  const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& mean,
                  const std::optional<at::Tensor>& variance, bool training, double momentum, double eps) {
-  return back_on(input.device(), at::native_batch_norm(on_host(input), on_host(weight), on_host(bias), on_host(mean),
-                                                       on_host(variance), training, momentum, eps));
+  const auto results = [&] {
+    const recorder::Inside inside;
+    return back_on(input.device(), at::native_batch_norm(on_host(input), on_host(weight), on_host(bias), on_host(mean),
+                                                         on_host(variance), training, momentum, eps));
+  }();
+  const auto or_none = [](const std::optional<at::Tensor>& tensor) { return tensor.value_or(at::Tensor()); };
+  note("aten::native_batch_norm", input.device(), {input, or_none(weight), or_none(bias)},
+       {std::get<0>(results), std::get<1>(results), std::get<2>(results), or_none(mean), or_none(variance)});
+  return results;
 }
 
 // What libtorch calls on devices for which it has no convolution.
 at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
                        at::IntArrayRef output_padding, int64_t groups) {
-  return at::convolution(on_host(input), on_host(weight), on_host(bias), stride, padding, dilation, transposed,
-                         output_padding, groups)
-      .to(input.device());
+  const auto result = [&] {
+    const recorder::Inside inside;
+    return at::convolution(on_host(input), on_host(weight), on_host(bias), stride, padding, dilation, transposed,
+                           output_padding, groups)
+        .to(input.device());
+  }();
+  note("aten::convolution", input.device(), {input, weight, bias.value_or(at::Tensor())}, {result});
+  return result;
 }
 
 Three convolution_backward(const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight,
                            at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
                            at::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
-  return back_on(input.device(), at::convolution_backward(on_host(gradient), on_host(input), on_host(weight),
-                                                          at::IntArrayRef{weight.size(0)}, stride, padding, dilation,
-                                                          transposed, output_padding, groups, mask));
+  const auto results = [&] {
+    const recorder::Inside inside;
+    return back_on(input.device(), at::convolution_backward(on_host(gradient), on_host(input), on_host(weight),
+                                                            at::IntArrayRef{weight.size(0)}, stride, padding, dilation,
+                                                            transposed, output_padding, groups, mask));
+  }();
+  note("aten::convolution_backward", input.device(), {gradient, input, weight},
+       {std::get<0>(results), std::get<1>(results), std::get<2>(results)});
+  return results;
+}
+
+// What an operator reads and writes by its schema, and whether the host has to know a result before it can go on.
+struct Operands {
+  std::vector<at::Tensor> reads, writes;
+  std::optional<c10::Device> device;
+  bool host_waits = false;
+
+  void add(const c10::IValue& value, bool written) {
+    auto& list = written ? writes : reads;
+    const auto take = [&](const at::Tensor& tensor) {
+      if (!tensor.defined() || tensor.device().type() != kType) return;
+      device = tensor.device();
+      const bool known = std::any_of(list.begin(), list.end(), [&](auto& one) { return one.is_same(tensor); });
+      if (!known) list.push_back(tensor);
+    };
+    if (value.isTensor()) {
+      take(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorList()) take(tensor);
+    } else if (value.isOptionalTensorList()) {
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
+        if (tensor) take(*tensor);
+      }
+    }
+  }
+};
+
+bool depends_on_values(const c10::OperatorHandle& op, const Operands& operands) {
+  static const std::set<std::string> counting{
+      "aten::nonzero", "aten::masked_select", "aten::unique_consecutive", "aten::_unique2",
+      "aten::_unique", "aten::unique_dim",    "aten::repeat_interleave",  "aten::bincount"};
+  if (counting.contains(op.schema().name())) return true;
+  const bool indexes = op.schema().name() == "aten::index" || op.schema().name() == "aten::_index_put_impl_";
+  return indexes && std::any_of(operands.reads.begin() + 1, operands.reads.end(),
+                                [](const at::Tensor& tensor) { return tensor.scalar_type() == at::kBool; });
+}
+
+void run_recorded(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  Operands operands;
+  const auto count = schema.arguments().size();
+  for (size_t i = 0; i < count; ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    operands.add(torch::jit::peek(*stack, i, count), alias != nullptr && alias->isWrite());
+  }
+  operands.host_waits = !operands.reads.empty() && depends_on_values(op, operands);
+  recorder::deliver(operands.reads);
+  {
+    const recorder::Inside inside;
+    at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
+  }
+  const auto results = schema.returns().size();
+  for (size_t i = 0; i < results; ++i) {
+    const auto& result = torch::jit::peek(*stack, i, results);
+    operands.add(result, true);
+    operands.host_waits |= result.isBool() || result.isScalar();
+  }
+  if (!operands.device) return;
+  note(schema.name().c_str(), *operands.device, operands.reads, operands.writes);
+  if (operands.host_waits) recorder::wait(recorder::current_stream(*operands.device), schema.name().c_str());
 }
 
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   ++fallbacks;
+  if (is_recording() && !recorder::Inside::is_active()) return run_recorded(op, stack);
   at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
 }
 
@@ -301,7 +472,8 @@ void register_operators() {
 
 }  // namespace
 
-void register_private_device() {
+void register_private_device(PrivateStreams streams) {
+  if (streams == PrivateStreams::recorded) recorder::start_recording();
   static const bool once = [] {
     c10::register_privateuse1_backend("npu");
     static const c10::impl::DeviceGuardImplRegistrar guard(kType, new Guard);

@@ -11,8 +11,13 @@ namespace testing_support {
 
 inline constexpr int64_t kPrivateDevices = 4;
 
+/// Without streams everything is done at once on the only one there is, and a new one is refused: what a library
+/// without streams registers. Recorded streams order what they are given as those of a real device do, and a log of it
+/// can be checked (private_streams.h); such a device has pinned memory as well.
+enum class PrivateStreams { none, recorded };
+
 /// Registers name, guard, hooks, allocator and operators; for the whole process, once.
-void register_private_device();
+void register_private_device(PrivateStreams streams = PrivateStreams::none);
 
 /// Bytes in use on one device, and the calls that the fallback has run on the host for it.
 int64_t private_bytes(c10::DeviceIndex index);

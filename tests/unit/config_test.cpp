@@ -266,6 +266,24 @@ INSTANTIATE_TEST_SUITE_P(
                  "c.yaml:17:23: checkpoint.weights: expected text, got a list"},
         BadValue{"metrics:", "checkpoint: {async: yes}\nmetrics:",
                  "c.yaml:17:21: checkpoint.async: expected true or false, got 'yes'"},
+        BadValue{"metrics:", "profile: {trace_folder: \"\"}\nmetrics:",
+                 "c.yaml:17:25: profile.trace_folder: expected text, got the string ''"},
+        BadValue{"metrics:", "profile: {trace_first_step: 0}\nmetrics:",
+                 "c.yaml:17:29: profile.trace_first_step: expected int of at least 1, got '0'"},
+        BadValue{"metrics:", "profile: {trace_ranks: []}\nmetrics:",
+                 "c.yaml:17:24: profile.trace_ranks: expected all or list of int of at least 0, got a list"},
+        BadValue{"metrics:", "profile: {trace_ranks: [0, -1]}\nmetrics:",
+                 "c.yaml:17:24: profile.trace_ranks: expected all or list of int of at least 0, got a list"},
+        BadValue{"metrics:", "profile: {trace_ranks: [0, 01]}\nmetrics:",
+                 "c.yaml:17:24: profile.trace_ranks: expected all or list of int of at least 0, got a list"},
+        BadValue{"metrics:", "profile: {trace_ranks: 0}\nmetrics:",
+                 "c.yaml:17:24: profile.trace_ranks: expected all or list of int of at least 0, got '0'"},
+        BadValue{"metrics:", "profile: {trace_ranks: \"all\"}\nmetrics:",
+                 "c.yaml:17:24: profile.trace_ranks: expected all or list of int of at least 0, got the string 'all'"},
+        BadValue{"metrics:", "profile: {nvtx: on}\nmetrics:",
+                 "c.yaml:17:17: profile.nvtx: expected true or false, got 'on'"},
+        BadValue{"metrics:", "profile: {memory_snapshot_step: -1}\nmetrics:",
+                 "c.yaml:17:33: profile.memory_snapshot_step: expected int of at least 0, got '-1'"},
         BadValue{"metrics:", "comm: {timeout_seconds: 99999999999}\nmetrics:",
                  "c.yaml:17:25: comm.timeout_seconds: expected int of at most 31622400, got '99999999999'"}));
 
@@ -283,7 +301,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadValue{
             "metrics:", "distributed:\nmetrics:",
             "c.yaml:17:1: distributed: unknown section; there are checkpoint, comm, data, grad_scaler, lr_schedule, "
-            "metrics, mixed_precision, model, offload, optimizer, parallelism, training"},
+            "metrics, mixed_precision, model, offload, optimizer, parallelism, profile, training"},
         BadValue{"  steps: 10", "  steps: 10\n  steps: 11",
                  "c.yaml:13:3: training.steps: duplicate key, first given at c.yaml:12:3"},
         BadValue{
@@ -306,6 +324,20 @@ INSTANTIATE_TEST_SUITE_P(
                  "for each key head"},
         BadValue{"  sequence_length: 16", "  sequence_length: 17",
                  "c.yaml:14:20: training.sequence_length is 17, expected at most model.max_sequence_length 16"},
+        BadValue{"metrics:", "profile: {trace_folder: t, trace_first_step: 11}\nmetrics:",
+                 "c.yaml:17:46: profile.trace_first_step 11 and trace_steps 1, expected no step after the last, "
+                 "training.steps 10"},
+        BadValue{"metrics:", "profile: {trace_folder: t, trace_first_step: 10, trace_steps: 2}\nmetrics:",
+                 "c.yaml:17:46: profile.trace_first_step 10 and trace_steps 2, expected no step after the last, "
+                 "training.steps 10"},
+        BadValue{"metrics:", "profile: {trace_folder: t, trace_steps: 9223372036854775807}\nmetrics:",
+                 "c.yaml: profile.trace_first_step 3 and trace_steps 9223372036854775807, expected no step after the "
+                 "last, training.steps 10"},
+        BadValue{"metrics:", "profile: {memory_snapshot_folder: m, memory_snapshot_step: 11}\nmetrics:",
+                 "c.yaml:17:60: profile.memory_snapshot_step is 11, expected at most training.steps 10"},
+        BadValue{"metrics:", "profile: {memory_snapshot_step: 2}\nmetrics:",
+                 "c.yaml:17:33: profile.memory_snapshot_step is 2, expected profile.memory_snapshot_folder to be set "
+                 "for it"},
         BadValue{"metrics:", "checkpoint: {load: step-3}\nmetrics:",
                  "c.yaml:17:20: checkpoint.load is step-3, expected checkpoint.folder to be set, since it names one "
                  "there; a path has a slash"}));
@@ -400,6 +432,20 @@ TEST(Config, FullActivationCheckpointIsEveryBlock) {
   EXPECT_EQ(read("[\"model.layers.1\", a]"), (std::vector<std::string>{"model.layers.1", "a"}));
   EXPECT_TRUE(read("none").empty());
   EXPECT_TRUE(read("[]").empty());
+}
+
+TEST(Config, RanksOfATraceAreAllOrAList) {
+  const auto read = [](const std::string& text) {
+    const auto config = parse_config(kMinimal, "c.yaml", {"profile.trace_ranks=" + text});
+    EXPECT_EQ(parse_config(to_yaml(config), "again.yaml").profile.trace_ranks, config.profile.trace_ranks);
+    return config.profile.trace_ranks;
+  };
+  EXPECT_TRUE(read("all").empty());
+  EXPECT_EQ(read("[0]"), std::vector<int64_t>{0});
+  EXPECT_EQ(read("[8, 0]"), (std::vector<int64_t>{8, 0}));
+  // Steps that nobody traces may be any.
+  EXPECT_EQ(refusal(kMinimal, {"profile.trace_steps=1000"}), "accepted");
+  EXPECT_EQ(refusal(kMinimal, {"profile.trace_folder=t", "profile.trace_first_step=10"}), "accepted");
 }
 
 TEST(Config, NoneIsNoCheckpointAndInQuotesAName) {

@@ -405,7 +405,7 @@ TEST(Pages, QuoteOnlyCodeThatIsCompiled) {
   const std::string snippets = read_file(kRoot / "tests/unit/documentation_test.cpp");
   std::set<std::string> compiled{region(example, "readme")};
   for (const char* name : {"materialize", "own values", "scope", "tokens", "groups", "scaler", "in backward",
-                           "checkpointed units", "checkpoint", "resume"}) {
+                           "checkpointed units", "checkpoint", "resume", "trace"}) {
     compiled.insert(region(snippets, name));
   }
   size_t blocks = 0;
@@ -470,7 +470,8 @@ TEST(InstallPage, ListsEveryOptionWithItsDefault) {
       made[names[i]] = value.empty() ? "empty" : value;
     }
   };
-  const std::string options = read_file(kRoot / "tools/cmake/HsdpOptions.cmake");
+  const std::string options =
+      read_file(kRoot / "tools/cmake/HsdpOptions.cmake") + read_file(kRoot / "tools/cmake/HsdpCudaLanguage.cmake");
   add(options, "option\\((HSDP_[A-Z_]+) \"[^\"]*\" ([^ )]+)");
   add(options, "set\\((HSDP_[A-Z_]+) \"([^\"]*)\" CACHE");
   for (const auto& name : matches(read_file(kRoot / "tools/cmake/HsdpTorch.cmake"), "_find_header\\((HSDP_[A-Z_]+)")) {
@@ -574,6 +575,29 @@ TEST(Snippets, ResumesFromTheNewestCheckpoint) {
   EXPECT_EQ(hsdp::find_checkpoints("runs/mine").size(), 3u);
   EXPECT_TRUE(torch::equal(run(), trained));
   EXPECT_EQ(steps_trained, 1000);
+  fs::current_path(former);
+}
+
+TEST(Snippets, ATraceOfSomeSteps) {
+  const auto env = hsdp::init({.backend = "gloo"});
+  const testing_support::ScratchFolder scratch;
+  const auto former = fs::current_path();
+  fs::current_path(scratch.path());
+  auto net = hsdp::meta_init([] { return Net(4, 8); });
+  auto model = hsdp::fully_shard(net, {.mesh = env.mesh()});
+  model.materialize(env.device());
+  const auto x = torch::ones({2, 4});
+  // [trace]
+  hsdp::Trace trace("traces/rank" + std::to_string(env.rank()) + "_trace.json", {.record_shapes = true});
+  trace.start();
+  for (int step = 1; step <= 3; ++step) {
+    const hsdp::NamedRange range("ProfilerStep#" + std::to_string(step));
+    model->forward(x).square().mean().backward();
+  }
+  trace.save();
+  // [/trace]
+  const auto text = read_file("traces/rank0_trace.json");
+  EXPECT_EQ(matches(text, "\"(ProfilerStep#[0-9]+)\"").size(), 3u);
   fs::current_path(former);
 }
 

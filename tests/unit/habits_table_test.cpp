@@ -15,7 +15,7 @@ std::string content_of(const std::string& path) {
 }
 
 std::string source_of(const std::string& test) {
-  for (const char* folder : {"multi", "unit"}) {
+  for (const char* folder : {"multi", "unit", "gpu"}) {
     const auto text = content_of(std::string(HSDP_SOURCE_DIR "/tests/") + folder + "/" + test + ".cpp");
     if (!text.empty()) return text;
   }

@@ -22,6 +22,12 @@ const std::map<std::string, Words>& platform_files() {
   static const std::map<std::string, Words> files{
       // Gathers and reduces another way where the backend copies too much.
       {"dtensor/c10d_communicator.cpp", {"gloo"}},
+      // The compiler for devices, and the kernels.
+      {"hsdp/kernels/gradient_kernels_cuda.cpp", {"cuda"}},
+      {"hsdp/kernels/gradient_kernels_cuda.cu", {"cuda"}},
+      {"hsdp/kernels/gradient_kernels_cuda.h", {"cuda"}},
+      {"hsdp/kernels/host_device.h", {"cuda"}},
+      {"hsdp/kernels/host_passes.cpp", {"cpu"}},
       // What "the host" is.
       {"hsdp/host.h", {"cpu"}},
       {"hsdp/launch/backend_builtin.cpp", {"gloo", "nccl"}},
@@ -31,6 +37,10 @@ const std::map<std::string, Words>& platform_files() {
       {"hsdp/launch/backend_no_gloo.cpp", {"cpu", "gloo"}},
       {"hsdp/launch/backend_no_nccl.cpp", {"cuda", "gloo", "nccl"}},
       {"hsdp/launch/versions.cpp", {"cuda", "gloo", "nccl"}},
+      // The allocator that keeps a history.
+      {"hsdp/memory_snapshot_cuda.cpp", {"cuda"}},
+      // What the profiler calls which device.
+      {"hsdp/trace_activities.cpp", {"cpu", "cuda", "privateuse", "xpu"}},
   };
   return files;
 }
@@ -60,7 +70,7 @@ TEST(Platforms, AreNamedInTheirOwnFilesOnly) {
   for (const char* folder : {"dtensor", "hsdp"}) {
     for (const auto& entry : fs::recursive_directory_iterator(root / folder)) {
       const auto extension = entry.path().extension();
-      if (extension != ".cpp" && extension != ".h") continue;
+      if (extension != ".cpp" && extension != ".h" && extension != ".cu" && extension != ".cuh") continue;
       ++files;
       const auto name = entry.path().lexically_relative(root).string();
       std::ifstream file(entry.path(), std::ios::binary);

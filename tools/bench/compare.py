@@ -2,9 +2,10 @@
 """Races hsdp_bench against peer.py and prints one JSON line a case: medians of both sides and their ratio.
 
   compare.py [--cases PATTERN] [--rounds N] [--steps N] [--bench PATH] [--python PATH]
+  compare.py --device cuda [--ranks N] [--peak-tflops X] [--override NAME=NUMBER ...] ...
 
 All sides of a case run in turn, round after round, so that both see the same machine; docs/benchmarks.md says what the
-keys mean.
+keys mean. With --device cuda the cases are the sizes, in bf16, with a GPU a rank.
 """
 import argparse
 import fnmatch
@@ -43,7 +44,8 @@ class Sides:
             # Whoever goes first has the machine as the round before left it: take turns.
             order = list(sides) if round_number % 2 == 0 else list(reversed(sides))
             for name in order:
-                self.lines[name].append(runner.run(*sides[name], shape))
+                program, mode, *extra = sides[name]
+                self.lines[name].append(runner.run(program, mode, shape, *extra))
         parameters = {name: lines[0]["parameters"] for name, lines in self.lines.items()}
         if len(set(parameters.values())) != 1:
             sys.exit(f"the sides have unlike models: {parameters}")
@@ -152,6 +154,62 @@ def memory(runner, options):
     }
 
 
+# Dense bf16 peaks in TFLOP/s, by a part of the name that CUDA gives.
+PEAK_TFLOPS = {
+    "A100": 312,
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989,
+    "H200": 989,
+    "GH200": 989,
+    "B200": 2250,
+}
+
+
+def peak_tflops(device_name):
+    """None for a GPU that is not known, and for the host."""
+    for part, peak in PEAK_TFLOPS.items():
+        if part in device_name:
+            return peak
+    return None
+
+
+def size(name):
+    """A model by name, sharded over the ranks in bf16: speed, use of the device, and memory."""
+
+    def case(runner, options):
+        shape = {"size": name, "ranks": options.ranks, "steps": options.steps, "device": options.device}
+        shape |= dict(options.override)
+        sides = Sides(runner, {"hsdp": ("hsdp", "hsdp", ["--bf16"]), "fsdp2": ("peer", "fsdp2", ["--bf16"])}, shape,
+                      options.rounds)
+        first = sides.lines["hsdp"][0]
+        peak = options.peak_tflops or peak_tflops(first["device_name"])
+
+        def of_all(key):
+            if key not in first:
+                return None  # the host's allocator does not count
+            return {side: sides.median(side, key) for side in sides.lines}
+
+        tflops = of_all("model_tflops_a_rank")
+        tokens = sides.ratios("hsdp", "fsdp2", lambda line: line["tokens_per_second"])
+        return {
+            **{key: first[key] for key in ("device", "device_name", "ranks", "width", "layers", "batch", "sequence")},
+            "vocabulary": first["vocabulary"],
+            "steps": options.steps,
+            "parameters": sides.parameters,
+            "step_ms": of_all("step_ms"),
+            "tokens_per_second": of_all("tokens_per_second"),
+            "tokens_to_peer": spread(tokens),
+            "model_tflops_a_rank": tflops,
+            "peak_tflops": peak,
+            "mfu": {side: value / peak for side, value in tflops.items()} if peak else None,
+            "peak_allocated_mib": of_all("peak_allocated_mib"),
+            "peak_reserved_mib": of_all("peak_reserved_mib"),
+        }
+
+    return case
+
+
 CASES = {
     "overhead": overhead,
     "sharded_256x4": race("hsdp", "fsdp2", 256, 4),
@@ -160,22 +218,41 @@ CASES = {
     "replicated_512x8": race("hsdp-ddp", "ddp", 512, 8),
     "memory": memory,
 }
+SIZE_CASES = {f"size_{name}": size(name) for name in ("small", "medium", "large")}
+
+
+def override(text):
+    name, equals, number = text.partition("=")
+    if not equals or not number.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r}, expected NAME=NUMBER")
+    return name, int(number)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="*", help=f"a pattern of {', '.join(CASES)}")
+    known = {**CASES, **SIZE_CASES}
+    parser.add_argument("--cases", help=f"a pattern of {', '.join(known)}; by default those of the device")
+    parser.add_argument("--device", choices=("host", "cuda"), default="host", help="of the sizes")
+    parser.add_argument("--ranks", type=int, default=1, help="of the sizes")
+    parser.add_argument("--peak-tflops", type=float, help="of one GPU in bf16, where its name is not known")
+    parser.add_argument("--override", type=override, action="append", default=[], metavar="NAME=NUMBER",
+                        help="an option of both programs for the sizes, for example batch=4")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each side")
     parser.add_argument("--steps", type=int, default=10, help="counted steps of a run")
     parser.add_argument("--bench", default=str(ROOT / "build/release/tools/bench/hsdp_bench"))
     parser.add_argument("--python", default=str(ROOT / ".venv/bin/python"))
     options = parser.parse_args()
-    chosen = [name for name in CASES if fnmatch.fnmatch(name, options.cases)]
+    if options.cases is None:
+        chosen = list(SIZE_CASES if options.device == "cuda" else CASES)
+    else:
+        chosen = [name for name in known if fnmatch.fnmatch(name, options.cases)]
     if not chosen:
-        parser.error(f"no case matches {options.cases}; there are {', '.join(CASES)}")
+        parser.error(f"no case matches {options.cases}; there are {', '.join(known)}")
+    if options.device == "cuda" and not set(chosen) <= set(SIZE_CASES):
+        parser.error(f"only {', '.join(SIZE_CASES)} run on cuda")
     runner = Runner({"hsdp": [options.bench], "peer": [options.python, str(HERE / "peer.py")]})
     for name in chosen:
-        line = {"case": name, "rounds": options.rounds, **CASES[name](runner, options)}
+        line = {"case": name, "rounds": options.rounds, **known[name](runner, options)}
         print(json.dumps(figures(line)), flush=True)
 
 

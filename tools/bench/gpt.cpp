@@ -31,16 +31,16 @@ at::Tensor GptBlockImpl::forward(const at::Tensor& x) {
 }
 
 GptImpl::GptImpl(const GptConfig& config)
-    : tokens_(register_module("tokens", torch::nn::Embedding(kVocab, config.width))),
+    : tokens_(register_module("tokens", torch::nn::Embedding(config.vocabulary, config.width))),
       positions_(register_module("positions", torch::nn::Embedding(config.sequence, config.width))),
       blocks_(register_module("blocks", torch::nn::ModuleList())),
       norm_(register_module("norm", layer_norm(config.width))),
-      head_(register_module("head", Linear(LinearOptions(config.width, kVocab).bias(false)))) {
+      head_(register_module("head", Linear(LinearOptions(config.width, config.vocabulary).bias(false)))) {
   for (int64_t i = 0; i < config.layers; ++i) blocks_->push_back(GptBlock(config));
 }
 
 at::Tensor GptImpl::forward(const at::Tensor& ids) {
-  auto x = tokens_(ids) + positions_(torch::arange(ids.size(1)));
+  auto x = tokens_(ids) + positions_(torch::arange(ids.size(1), ids.options()));
   for (const auto& block : *blocks_) x = block->as<GptBlock>()->forward(x);
   return head_(norm_(x));
 }

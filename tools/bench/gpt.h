@@ -13,11 +13,11 @@
 
 namespace bench {
 
-/// Byte-level: one token a byte.
+/// Unless told otherwise: one token a byte.
 inline constexpr int64_t kVocab = 256;
 
 struct GptConfig {
-  int64_t width = 64, layers = 2, sequence = 32;
+  int64_t width = 64, layers = 2, sequence = 32, vocabulary = kVocab;
   /// Of 64 features each, at least one.
   int64_t heads() const { return width < 64 ? 1 : width / 64; }
 };
@@ -39,7 +39,7 @@ TORCH_MODULE(GptBlock);
 class GptImpl : public torch::nn::Module {
  public:
   explicit GptImpl(const GptConfig& config);
-  /// ids (batch, length) int64 -> logits (batch, length, kVocab).
+  /// ids (batch, length) int64 -> logits (batch, length, vocabulary).
   at::Tensor forward(const at::Tensor& ids);
 
  private:
@@ -50,10 +50,12 @@ class GptImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Gpt);
 
-/// As if each token were its own successor: what is learnt does not matter. forward(ids) gives logits.
+/// As if each token were its own successor: what is learnt does not matter. forward(ids) gives logits; the loss is
+/// computed in float.
 template <class Forward>
 at::Tensor loss_of(const Forward& forward, const at::Tensor& ids) {
-  return torch::nn::functional::cross_entropy(forward(ids).view({-1, kVocab}), ids.view({-1}));
+  const at::Tensor logits = forward(ids).to(at::kFloat);
+  return torch::nn::functional::cross_entropy(logits.flatten(0, 1), ids.view({-1}));
 }
 
 }  // namespace bench

@@ -4,20 +4,23 @@
 include_guard(GLOBAL)
 
 add_library(hsdp_warnings INTERFACE)
-target_compile_options(hsdp_warnings INTERFACE
-  -Wall -Wextra -Wshadow -Wnon-virtual-dtor -Woverloaded-virtual -Wsuggest-override
+set(warnings -Wall -Wextra -Wshadow -Wnon-virtual-dtor -Woverloaded-virtual -Wsuggest-override
   # GCC 12 reports std::string operator+ of two short literals.
   $<$<CXX_COMPILER_ID:GNU>:-Wno-restrict>
   # In a unity build every source is an included file, where GCC reports anonymous namespaces.
   $<$<AND:$<CXX_COMPILER_ID:GNU>,$<BOOL:${CMAKE_UNITY_BUILD}>>:-Wno-subobject-linkage>
   $<$<BOOL:${HSDP_WARNINGS_AS_ERRORS}>:-Werror>)
+target_compile_options(hsdp_warnings INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:${warnings}>"
+  # nvcc passes code of its own to the host compiler, which not every warning suits.
+  "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall;$<$<BOOL:${HSDP_WARNINGS_AS_ERRORS}>:-Werror=all-warnings>>")
 
 add_library(hsdp_build_settings INTERFACE)
 # Executables too: with -fPIE they could not use the library's precompiled header.
-target_compile_options(hsdp_build_settings INTERFACE -fPIC -pthread
+set(settings -fPIC -pthread
   # Half of what a compiler holds comes from the precompiled header: looking through it for garbage takes an eighth of the
   # time and finds nothing.
   $<$<CXX_COMPILER_ID:GNU>:SHELL:--param ggc-min-heapsize=1048576>)
+target_compile_options(hsdp_build_settings INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:${settings}>")
 target_link_options(hsdp_build_settings INTERFACE -pthread)
 target_link_libraries(hsdp_build_settings INTERFACE hsdp_warnings)
 
@@ -25,7 +28,7 @@ if(HSDP_SANITIZE)
   list(JOIN HSDP_SANITIZE "," sanitizers)
   # libtorch does not export every type_info, which the vptr check needs.
   set(flags -fsanitize=${sanitizers} -fno-sanitize=vptr -fno-sanitize-recover=all -fno-omit-frame-pointer)
-  target_compile_options(hsdp_build_settings INTERFACE ${flags})
+  target_compile_options(hsdp_build_settings INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:${flags}>")
   target_link_options(hsdp_build_settings INTERFACE ${flags})
 endif()
 
@@ -36,7 +39,7 @@ mark_as_advanced(HSDP_CCACHE)
 set(hsdp_launcher "")
 if(HSDP_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
   set(hsdp_launcher "${CMAKE_COMMAND};-E;env;CCACHE_SLOPPINESS=pch_defines,time_macros;${HSDP_CCACHE}")
-  target_compile_options(hsdp_build_settings INTERFACE $<$<CXX_COMPILER_ID:GNU>:-fpch-preprocess>)
+  target_compile_options(hsdp_build_settings INTERFACE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-fpch-preprocess>)
 endif()
 
 # Gives `target` the common settings and the shared precompiled header; TEST: those of a test.

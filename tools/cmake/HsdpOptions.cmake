@@ -1,12 +1,14 @@
-# Every option a builder may set, all with the prefix HSDP_. Three more, HSDP_GLOO_INCLUDE_DIR, HSDP_NCCL_INCLUDE_DIR and
-# HSDP_XXHASH_INCLUDE_DIR, are made where those folders are looked for.
+# Every option a builder may set, all with the prefix HSDP_. Four more, HSDP_GLOO_INCLUDE_DIR, HSDP_NCCL_INCLUDE_DIR,
+# HSDP_NVTX_INCLUDE_DIR and HSDP_XXHASH_INCLUDE_DIR, are made where those folders are looked for, and HSDP_CUDA_ARCHITECTURES
+# where the CUDA compiler is known.
 
 include(CMakeDependentOption)
 
 set(HSDP_WITH_CUDA "AUTO" CACHE STRING "CUDA code: ON, OFF, or AUTO (when torch and a CUDA toolkit both have it)")
 set(HSDP_WITH_NCCL "AUTO" CACHE STRING "NCCL transport: ON, OFF, or AUTO (when CUDA is on and nccl.h is found)")
 option(HSDP_WITH_GLOO "Gloo transport; needs the gloo headers" ON)
-foreach(option HSDP_WITH_CUDA HSDP_WITH_NCCL)
+set(HSDP_WITH_NVTX "AUTO" CACHE STRING "NVTX ranges: ON, OFF, or AUTO (when nvtx3/nvToolsExt.h is found)")
+foreach(option HSDP_WITH_CUDA HSDP_WITH_NCCL HSDP_WITH_NVTX)
   set_property(CACHE ${option} PROPERTY STRINGS AUTO ON OFF)
   if(NOT ${option} MATCHES "^(AUTO|ON|OFF)$")
     message(FATAL_ERROR "[hsdp] ${option}=${${option}} is not one of AUTO, ON, OFF.")
@@ -17,6 +19,7 @@ set(HSDP_PYTHON "" CACHE FILEPATH "Python whose torch package is used; the envir
 option(HSDP_ALLOW_ANY_TORCH "Build against a torch other than 2.11.x" OFF)
 
 option(HSDP_BUILD_APPS "Build the models, the trainer library, hsdp_train and the examples" ${PROJECT_IS_TOP_LEVEL})
+option(HSDP_BUILD_GPU_CHECK "Without apps: build the GPU tests and the benchmark all the same, as tools/gpu_check.sh does" OFF)
 cmake_dependent_option(HSDP_BUILD_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL} "HSDP_BUILD_APPS" OFF)
 
 option(HSDP_INSTALL "Make cmake --install install the library" ${PROJECT_IS_TOP_LEVEL})
@@ -41,7 +44,8 @@ function(hsdp_print_summary)
   message(STATUS "hsdp ${PROJECT_VERSION}")
   message(STATUS "  torch     ${HSDP_TORCH_VERSION} in ${HSDP_TORCH_ROOT}")
   if(HSDP_CUDA)
-    message(STATUS "  CUDA      on, toolkit ${CUDAToolkit_VERSION}")
+    list(JOIN HSDP_CUDA_CODE " " code)
+    message(STATUS "  CUDA      on, toolkit ${CUDAToolkit_VERSION}, code for ${code}")
   else()
     message(STATUS "  CUDA      off (${HSDP_CUDA_OFF_REASON})")
   endif()
@@ -51,6 +55,11 @@ function(hsdp_print_summary)
     message(STATUS "  NCCL      off (${HSDP_NCCL_OFF_REASON})")
   endif()
   message(STATUS "  Gloo      ${HSDP_WITH_GLOO}")
+  if(HSDP_NVTX)
+    message(STATUS "  NVTX      on, ${HSDP_NVTX_INCLUDE_DIR}")
+  else()
+    message(STATUS "  NVTX      off (${HSDP_NVTX_OFF_REASON})")
+  endif()
   message(STATUS "  apps      ${HSDP_BUILD_APPS}")
   message(STATUS "  tests     ${HSDP_BUILD_TESTS}")
   message(STATUS "  sanitize  ${HSDP_SANITIZE}")

@@ -10,21 +10,25 @@ endif()
 # GoogleTest's closing lines when nothing passed, something was skipped, and nothing failed (failures are listed after these).
 set(hsdp_all_skipped "PASSED  . 0 tests.\n.  SKIPPED . [^\n]*listed below:\n(.  SKIPPED . [^\n]*\n)+$")
 
-# hsdp_add_test(name LABEL unit|multi|gpu|consumer [NIGHTLY_CASES] TIMEOUT seconds SOURCES file... [LIBS library...])
+# hsdp_add_test(name LABEL unit|multi|gpu|consumer [NIGHTLY_CASES] TIMEOUT seconds SOURCES file... [LIBS library...]
+#               [SUPPORT library])
 #
 # `multi` tests fork ranks that talk over Gloo: they are given both cores, and a build without Gloo has none. A file of which
 # every case was skipped is reported as skipped, not as passed. Test suites that a file instantiates as `Nightly` are an entry
-# of their own, labelled nightly, if it says NIGHTLY_CASES.
+# of their own, labelled nightly, if it says NIGHTLY_CASES. SUPPORT takes the place of hsdp_testing.
 function(hsdp_add_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 test "NIGHTLY_CASES" "LABEL;TIMEOUT" "SOURCES;LIBS")
+  cmake_parse_arguments(PARSE_ARGV 1 test "NIGHTLY_CASES" "LABEL;SUPPORT;TIMEOUT" "SOURCES;LIBS")
   if(NOT test_LABEL MATCHES "^(unit|multi|gpu|consumer)$" OR NOT test_TIMEOUT OR NOT test_SOURCES)
     message(FATAL_ERROR "[hsdp] hsdp_add_test(${name}) needs LABEL unit|multi|gpu|consumer, TIMEOUT and SOURCES.")
   endif()
   if(test_LABEL STREQUAL "multi" AND NOT HSDP_WITH_GLOO)
     return()
   endif()
+  if(NOT test_SUPPORT)
+    set(test_SUPPORT hsdp_testing)
+  endif()
   add_executable(${name} ${test_SOURCES})
-  target_link_libraries(${name} PRIVATE hsdp_testing ${test_LIBS} GTest::gmock GTest::gtest_main)
+  target_link_libraries(${name} PRIVATE ${test_SUPPORT} ${test_LIBS} GTest::gmock GTest::gtest_main)
   hsdp_configure_target(${name} TEST)
 
   set(entries ${test_LABEL}.${name})

@@ -1,8 +1,12 @@
-# Libraries of the programs and tests: yaml-cpp, CLI11.
+# Libraries of the programs and tests: CLI11, and yaml-cpp for those that read configurations.
 
 include_guard(GLOBAL)
 
-foreach(package "yaml-cpp libyaml-cpp-dev" "CLI11 libcli11-dev")
+set(hsdp_packages "CLI11 libcli11-dev")
+if(HSDP_BUILD_APPS)
+  list(PREPEND hsdp_packages "yaml-cpp libyaml-cpp-dev")
+endif()
+foreach(package IN LISTS hsdp_packages)
   separate_arguments(package)
   list(GET package 0 name)
   list(GET package 1 debian)
@@ -13,7 +17,7 @@ foreach(package "yaml-cpp libyaml-cpp-dev" "CLI11 libcli11-dev")
 endforeach()
 
 # yaml-cpp before 0.8 names its target without a namespace.
-if(NOT TARGET yaml-cpp::yaml-cpp)
+if(HSDP_BUILD_APPS AND NOT TARGET yaml-cpp::yaml-cpp)
   add_library(hsdp_yaml_cpp INTERFACE)
   target_link_libraries(hsdp_yaml_cpp INTERFACE yaml-cpp)
   add_library(yaml-cpp::yaml-cpp ALIAS hsdp_yaml_cpp)

@@ -42,6 +42,8 @@ else()
   find_package(CUDAToolkit QUIET)
   if(NOT CUDAToolkit_FOUND)
     set(HSDP_CUDA_OFF_REASON "no CUDA toolkit found")
+  elseif(NOT CUDAToolkit_NVCC_EXECUTABLE)
+    set(HSDP_CUDA_OFF_REASON "the toolkit in ${CUDAToolkit_BIN_DIR} has no nvcc")
   elseif(HSDP_TORCH_CUDA_MAJOR AND NOT CUDAToolkit_VERSION_MAJOR EQUAL HSDP_TORCH_CUDA_MAJOR)
     string(CONCAT HSDP_CUDA_OFF_REASON
       "the toolkit in ${CUDAToolkit_BIN_DIR} is CUDA ${CUDAToolkit_VERSION} and this torch was built with CUDA "
@@ -51,6 +53,9 @@ else()
   endif()
 endif()
 hsdp_resolve_option(HSDP_WITH_CUDA "${cuda_found}" "${HSDP_CUDA_OFF_REASON}" HSDP_CUDA)
+if(HSDP_CUDA)
+  include(HsdpCudaLanguage)
+endif()
 
 set(nccl_found FALSE)
 if(HSDP_WITH_NCCL STREQUAL "OFF")
@@ -67,6 +72,23 @@ else()
   endif()
 endif()
 hsdp_resolve_option(HSDP_WITH_NCCL "${nccl_found}" "${HSDP_NCCL_OFF_REASON}" HSDP_NCCL)
+
+# NVTX needs its headers only, and no device: they are used in host builds, too.
+set(nvtx_found FALSE)
+if(HSDP_WITH_NVTX STREQUAL "OFF")
+  set(HSDP_NVTX_OFF_REASON "HSDP_WITH_NVTX=OFF")
+else()
+  # The toolkit's before torch's own, which lie among headers of another toolkit; nvidia/nvtx is where wheels for CUDA 12
+  # have them.
+  hsdp_find_header(HSDP_NVTX_INCLUDE_DIR nvtx3/nvToolsExt.h ${CUDAToolkit_INCLUDE_DIRS}
+    "${HSDP_TORCH_ROOT}/../nvidia/cu${HSDP_TORCH_CUDA_MAJOR}/include" "${HSDP_TORCH_ROOT}/../nvidia/nvtx/include")
+  if(HSDP_NVTX_INCLUDE_DIR)
+    set(nvtx_found TRUE)
+  else()
+    set(HSDP_NVTX_OFF_REASON "nvtx3/nvToolsExt.h not found; name its folder with -DHSDP_NVTX_INCLUDE_DIR")
+  endif()
+endif()
+hsdp_resolve_option(HSDP_WITH_NVTX "${nvtx_found}" "${HSDP_NVTX_OFF_REASON}" HSDP_NVTX)
 
 # --- headers of other libraries -------------------------------------------------------------------------------------------
 if(HSDP_WITH_GLOO)

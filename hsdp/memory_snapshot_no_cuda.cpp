@@ -1,0 +1,7 @@
+#include "hsdp/memory_snapshot.h"
+
+namespace hsdp::memory_snapshot {
+
+Source* source_of(c10::Device) { return nullptr; }
+
+}  // namespace hsdp::memory_snapshot

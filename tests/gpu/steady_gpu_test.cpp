@@ -1,0 +1,171 @@
+// A steady step never makes the host wait for the GPU, and CUDA graphs can record it.
+#include <ATen/cuda/CUDAGraph.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <chrono>
+#include <cmath>
+#include <memory>
+#include <optional>
+#include <ostream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "hsdp/hsdp.h"
+#include "tests/gpu/device.h"
+#include "tests/testing/blocks.h"
+
+namespace {
+
+using namespace testing_support;
+
+/// libtorch's own check: what makes the host wait for a stream throws.
+class NoSync {
+ public:
+  NoSync() { set(c10::cuda::SyncDebugMode::L_ERROR); }
+  ~NoSync() { set(c10::cuda::SyncDebugMode::L_DISABLED); }
+  NoSync(const NoSync&) = delete;
+  NoSync& operator=(const NoSync&) = delete;
+
+ private:
+  static void set(c10::cuda::SyncDebugMode mode) {
+    if (stand_in() == StandIn::none) c10::cuda::warning_state().set_sync_debug_mode(mode);
+  }
+};
+
+struct Case {
+  std::string name;
+  int ranks;
+  std::optional<torch::ScalarType> param_dtype = std::nullopt;
+  std::vector<int64_t> mesh = {};
+};
+
+std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.name; }
+
+class Steady : public ::testing::TestWithParam<Case> {};
+
+hsdp::FullySharded<BlocksImpl> blocks(RankContext& context, const Case& c) {
+  torch::manual_seed(7);
+  auto net = hsdp::meta_init([] { return Blocks(2, 16); });
+  hsdp::FullyShardOptions options;
+  options.mesh = c.mesh.empty() ? context.environment().mesh() : mesh_of(context, c.mesh);
+  options.units = hsdp::each("blocks.*");
+  options.mixed_precision.param_dtype = c.param_dtype;
+  if (c.param_dtype) options.mixed_precision.reduce_dtype = torch::kFloat;
+  auto model = hsdp::fully_shard(net, options);
+  model.materialize(context.environment().device());
+  return model;
+}
+
+TEST_P(Steady, StepsNeverMakeTheHostWait) {
+  HSDP_REQUIRE_GPUS(GetParam().ranks);
+  run_on_gpus(GetParam().ranks, Place::own_gpu, [](RankContext& context) {
+    const auto device = context.environment().device();
+    auto model = blocks(context, GetParam());
+    hsdp::FusedAdamW optimizer(model.module().parameters(), torch::optim::AdamWOptions(1e-3));
+    const auto x = torch::ones({4, 16}, device);
+    torch::Tensor loss, norm;
+    const auto train = [&] {
+      auto value = model->forward(x).to(torch::kFloat).square().mean();
+      value.backward();
+      norm = hsdp::clip_grad_norm_on_device_(model.module().parameters(), 0.1);
+      optimizer.step();
+      optimizer.zero_grad();
+      loss = value.detach();
+    };
+    for (int i = 0; i < 4; ++i) train();
+    synchronize(device);
+    {
+      const NoSync none;
+      for (int i = 0; i < 10; ++i) train();
+    }
+    // What that check does not know of, such as events, shows when the stream is busy: the host must come through a
+    // step before the device has begun it.
+    synchronize(device);
+    if (stand_in() == StandIn::none) {
+      c10::Event busy(device.type());
+      keep_busy(std::chrono::milliseconds(2000));
+      busy.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+      train();
+      EXPECT_FALSE(busy.query()) << "a step held the host up until the device had come to it";
+    }
+    synchronize(device);
+    EXPECT_TRUE(std::isfinite(loss.item<double>()));
+    EXPECT_GT(norm.item<double>(), 0);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, Steady,
+                         ::testing::Values(Case{"Alone", 1}, Case{"AloneBf16", 1, torch::kBFloat16}, Case{"OwnGpus", 2},
+                                           Case{"OwnGpusBf16", 2, torch::kBFloat16},
+                                           Case{"OwnGpusReplicated", 2, std::nullopt, {2, 1}},
+                                           Case{"OwnGpusHybrid", 4, torch::kBFloat16, {2, 2}}),
+                         [](const auto& which) { return which.param.name; });
+
+// ---- CUDA graphs ----
+
+TEST(Graph, ReplaysOfAStepEqualStepsDoneOneByOne) {
+  HSDP_REQUIRE_GPUS(1);
+  HSDP_REQUIRE_REAL_GPU("a CUDA graph");
+  run_on_gpus(1, Place::own_gpu, [](RankContext& context) {
+    torch::set_default_dtype(torch::scalarTypeToTypeMeta(torch::kFloat64));
+    const auto device = context.environment().device();
+    const auto batch = [&](int64_t step) { return rows_of(step, 1, {12, 16}, 0, 12).to(device); };
+    struct Trained {
+      hsdp::FullySharded<BlocksImpl> model;
+      hsdp::FusedSGD optimizer;
+      torch::Tensor x;
+      void step() {
+        model->forward(x).square().mean().backward();
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+    };
+    const auto make = [&] {
+      auto model = blocks(context, {"", 1});
+      hsdp::FusedSGD optimizer(model.module().parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+      return std::make_unique<Trained>(Trained{std::move(model), std::move(optimizer), batch(0)});
+    };
+    const auto recorded = make(), eager = make();
+    // Recording takes a stream that is not the default one, and memory that is warm.
+    const c10::StreamGuard guard(another_stream(device));
+    for (auto* trained : {recorded.get(), eager.get()}) {
+      for (int64_t step = 0; step < 3; ++step) {
+        trained->x.copy_(batch(step));
+        trained->step();
+      }
+    }
+    synchronize(device);
+    at::cuda::CUDAGraph graph;
+    graph.capture_begin();
+    recorded->step();
+    graph.capture_end();
+    for (int64_t step = 3; step < 6; ++step) {
+      recorded->x.copy_(batch(step));
+      graph.replay();
+      eager->x.copy_(batch(step));
+      eager->step();
+    }
+    synchronize(device);
+    const auto expected = eager->model.module().named_parameters();
+    for (auto& parameter : recorded->model.module().named_parameters()) {
+      EXPECT_LE(largest_difference(hsdp::unsharded(parameter.value()), hsdp::unsharded(expected[parameter.key()])),
+                1e-12)
+          << parameter.key();
+    }
+    // A step outside of the graph goes on from there.
+    recorded->x.copy_(batch(6));
+    recorded->step();
+    eager->x.copy_(batch(6));
+    eager->step();
+    EXPECT_LE(largest_difference(hsdp::unsharded(recorded->model.module().head->weight),
+                                 hsdp::unsharded(eager->model.module().head->weight)),
+              1e-12);
+  });
+}
+
+}  // namespace
