@@ -231,7 +231,7 @@ class C10dCommunicator final : public Communicator {
   }
 
   /// Those of one kind that follow each other go to the backend as one call. (Its startCoalescing and endCoalescing
-  /// would take all, but NCCL's watchdog takes what they end on the current stream for done at once.)
+  /// would take all, but the watchdog of torch 2.11 takes what they end on the current stream for done at once.)
   void start_together(const std::vector<Call>& calls, PendingWork& pending) {
     for (size_t begin = 0; begin < calls.size();) {
       const Call& first = calls[begin];

@@ -16,8 +16,8 @@
 #include "hsdp/host.h"
 #include "hsdp/kernels/gradient_kernels.h"
 #include "hsdp/launch/device.h"
+#include "hsdp/profiling/span.h"
 #include "hsdp/shard_packing.h"
-#include "hsdp/span.h"
 #include "hsdp/storage_memory.h"
 #include "hsdp/unit.h"
 

@@ -14,9 +14,9 @@
 #include "dtensor/hash_bytes.h"
 #include "dtensor/mesh_collectives.h"
 #include "hsdp/host.h"
+#include "hsdp/profiling/span.h"
 #include "hsdp/region_recorder.h"
 #include "hsdp/saved_tensors.h"
-#include "hsdp/span.h"
 #include "hsdp/storage_memory.h"
 
 namespace hsdp {

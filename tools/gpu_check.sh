@@ -126,10 +126,29 @@ pack() {
 
 left() { echo $((budget - SECONDS)); }
 
+# note_part NAME STATE SECONDS REMARK: what is known so far is always in results.json, whatever becomes of this script.
+note_part() {
+  printf '%s\t%s\t%s\t%s\n' "$@" >>"$parts"
+  "$python" "$root/tools/gpu_check_results.py" "$parts" "$output" "$SECONDS" "$dry_run"
+}
+
 # Names a part that did not run, and why.
 skip_part() {
-  printf '%s\t%s\t%s\t%s\n' "$1" "not run" 0 "$2" >>"$parts"
+  note_part "$1" "not run" 0 "$2"
   say "$1: not run, $2"
+}
+
+# What a part is doing when somebody ends this script.
+part='' child=''
+stop() {
+  trap '' INT TERM HUP
+  if [[ -n $child ]]; then
+    kill "$child" 2>/dev/null || true
+    wait "$child" 2>/dev/null || true
+    note_part "$part" stopped 0 "by a signal"
+  fi
+  say "stopped; $output has what came before"
+  exit 1
 }
 
 # run_part NAME SECONDS LOG COMMAND...: at most that long; its output is appended to the log. Notes how it ended and returns
@@ -142,14 +161,18 @@ run_part() {
     return 1
   fi
   { printf '\n==== %s:' "$name"; printf ' %q' "$@"; printf '\n'; } >>"$log"
-  # Children of a child end with it: timeout gives them a process group of their own.
-  timeout --kill-after=10 "$limit" "$@" >>"$log" 2>&1 </dev/null || status=$?
+  # Children of a child end with it: timeout gives them a process group of their own. In the background, because a shell
+  # hears no signal while it waits in any other way.
+  timeout --kill-after=10 "$limit" "$@" >>"$log" 2>&1 </dev/null &
+  child=$! part=$name
+  wait "$child" || status=$?
+  child=''
   case $status in
     0) state=passed ;;
     124 | 137) state="out of time" ;;
     *) state=failed ;;
   esac
-  printf '%s\t%s\t%s\t%s\n' "$name" "$state" $((SECONDS - start)) "status $status, limit $limit s" >>"$parts"
+  note_part "$name" "$state" $((SECONDS - start)) "status $status, limit $limit s"
   say "$name: $state after $((SECONDS - start)) s"
   return "$status"
 }
@@ -309,6 +332,7 @@ run() {
   parts=$(mktemp)
   # shellcheck disable=SC2064
   trap "rm -f '$parts'" EXIT
+  trap stop INT TERM HUP
   describe_environment >"$output/environment.txt"
 
   local good=1 size world worlds=(1)
@@ -325,7 +349,7 @@ run() {
     skip_part tests "nothing was built"
     skip_part benchmark "nothing was built"
   fi
-  "$python" "$root/tools/gpu_check_results.py" "$parts" "$output" "$SECONDS" "$dry_run"
+  "$python" "$root/tools/gpu_check_results.py" "$parts" "$output" "$SECONDS" "$dry_run" --say
   say "everything is in $output, with $(left) of $budget s left"
   if ((!good)); then exit 1; fi
 }

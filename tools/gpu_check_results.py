@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Writes results.json of a run of gpu_check.sh, and prints what failed or did not run.
+"""Writes results.json of a run of gpu_check.sh; with --say prints what failed or did not run.
 
-  gpu_check_results.py PARTS OUTPUT SECONDS DRY_RUN
+  gpu_check_results.py PARTS OUTPUT SECONDS DRY_RUN [--say]
 
 PARTS has a line a part: name, state, seconds and a remark between tabs. OUTPUT has tests.xml (JUnit, of ctest) and
 benchmark.jsonl where it came to that.
@@ -92,11 +92,11 @@ def summary(found):
 
 
 def main():
-    parts, output, seconds, dry_run = sys.argv[1:]
+    parts, output, seconds, dry_run, *say = sys.argv[1:]
     output = pathlib.Path(output)
     found = results(read_parts(pathlib.Path(parts).read_text(encoding="utf-8")), output, int(seconds), dry_run == "1")
     (output / "results.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    for line in summary(found):
+    for line in summary(found) if say else ():
         print(f"[gpu_check] {line}", file=sys.stderr)
 
 

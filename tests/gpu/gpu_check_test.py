@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -117,6 +118,26 @@ class Script(unittest.TestCase):
         text = (output / "environment.txt").read_text()
         for title in ("nvidia-smi", "nvcc --version", "cmake --version", "g++ --version"):
             self.assertIn(f"==== {title}", text)
+
+
+    def test_a_run_that_is_ended_leaves_what_it_knows(self):
+        output = self.folder / "out"
+        # Takes the place of the first program that a run starts.
+        program = self.folder / "cmake"
+        program.write_text("#!/bin/sh\n[ $1 = --version ] || { touch '%s/begun'; exec sleep 300; }\n" % self.folder)
+        program.chmod(0o755)
+        run = subprocess.Popen([SCRIPT, "run", "--dry-run", "--output", str(output), "--build", str(self.folder / "build"),
+                                "--python", sys.executable], stderr=subprocess.PIPE, text=True, env=self.environment)
+        self.addCleanup(run.stderr.close)
+        self.addCleanup(run.kill)
+        end = time.monotonic() + 60
+        while not (self.folder / "begun").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        run.terminate()
+        self.assertEqual(run.wait(timeout=60), 1)
+        found = json.loads((output / "results.json").read_text())
+        self.assertEqual([(part["name"], part["state"]) for part in found["parts"]], [("configure", "stopped")])
+        self.assertIn("stopped", run.stderr.read())
 
 
 class Results(unittest.TestCase):

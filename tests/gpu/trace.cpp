@@ -28,8 +28,9 @@ std::vector<Range> ranges_of(const Json& trace) {
     if (!is_complete(event) || event.value("cat", "") != "user_annotation") continue;
     ranges.push_back({event.at("name"), thread_of(event), event.at("ts"), end_of(event)});
   }
-  std::sort(ranges.begin(), ranges.end(),
-            [](const Range& a, const Range& b) { return a.begin != b.begin ? a.begin < b.begin : a.end > b.end; });
+  std::stable_sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) {
+    return a.begin != b.begin ? a.begin < b.begin : a.end > b.end;
+  });
   return ranges;
 }
 

@@ -335,7 +335,12 @@ std::vector<Case> cases() {
        .options = {.mixed_precision = mixed, .offload = {.to_host = true}},
        .tolerance = 0.1,
        .host_waits = true},
-      {.name = "OffloadedAlone", .mesh = {1}, .options = {.offload = {.to_host = true}}, .host_waits = true},
+      // Gradients that need no landing are copied one reduction later than they could be: their waits are dispensable.
+      {.name = "OffloadedAlone",
+       .mesh = {1},
+       .options = {.offload = {.to_host = true}},
+       .host_waits = true,
+       .plants = false},
       {.name = "Clipped", .mesh = {2}, .clips = true},
       {.name = "Checkpointed", .mesh = {2}, .options = {.activation_checkpoint = hsdp::each("blocks.*")}},
       {.name = "ByHand",
@@ -399,7 +404,7 @@ void expect_every_needed_wait_found(const StreamLog& log) {
       missed += to_string(log, wait.entry > 8 ? wait.entry - 8 : 0, wait.entry + 4) + "--\n";
     }
   }
-  std::cout << "waits of a step: " << needed << " order something, " << found << " of them are missed when dropped, "
+  std::cout << "waits of a step: " << needed << " order something, " << found << " are found when dropped, "
             << redundant << " order nothing new\n";
   EXPECT_GT(needed, 10);
   EXPECT_EQ(missed, "");

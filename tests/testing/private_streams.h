@@ -27,16 +27,16 @@ namespace recorded {
 StreamLog log();
 size_t log_size();
 void note(std::string text);
-/// From here on, ranges that the library names with RecordFunction (hsdp/span.h) are labels of the log, and operators
-/// that read or write pinned memory on the host are logged as the host's accesses.
+/// From here on, ranges that the library names with RecordFunction (hsdp/profiling/span.h) are labels of the log, and
+/// operators that read or write pinned memory on the host are logged as the host's accesses.
 void watch_operators();
 
 /// The n-th wait of a stream for an event from here on (0 is the next) is dropped, as by a library that forgot it;
 /// -1: none is.
 void drop_wait(int64_t n);
 /// Whether a query of an event that the host does not know to be complete finds it complete after all; `nth` counts the
-/// queries of this recording, from 1. Without a policy the answer is no, for ever. A thread that has never given work to
-/// the device, such as one that watches for time-outs, is told the truth, that all but stalled work has ended.
+/// queries of this recording, from 1. Without a policy the answer is no, for ever. A thread that has never given work
+/// to the device, such as one that watches for time-outs, is told the truth, that all but stalled work has ended.
 void set_query_policy(std::function<bool(int64_t nth)> policy);
 /// Work given to the stream from here on never ends: events behind it never complete, and a host that waits for one
 /// gets an exception in place of a hang. `resume` ends that for all streams.

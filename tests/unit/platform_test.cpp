@@ -36,11 +36,12 @@ const std::map<std::string, Words>& platform_files() {
       {"hsdp/launch/backend_nccl.cpp", {"cuda", "nccl"}},
       {"hsdp/launch/backend_no_gloo.cpp", {"cpu", "gloo"}},
       {"hsdp/launch/backend_no_nccl.cpp", {"cuda", "gloo", "nccl"}},
+      {"hsdp/launch/device_cuda.cpp", {"cuda"}},
       {"hsdp/launch/versions.cpp", {"cuda", "gloo", "nccl"}},
       // The allocator that keeps a history.
-      {"hsdp/memory_snapshot_cuda.cpp", {"cuda"}},
+      {"hsdp/profiling/memory_snapshot_cuda.cpp", {"cuda"}},
       // What the profiler calls which device.
-      {"hsdp/trace_activities.cpp", {"cpu", "cuda", "privateuse", "xpu"}},
+      {"hsdp/profiling/trace_activities.cpp", {"cpu", "cuda", "privateuse", "xpu"}},
   };
   return files;
 }

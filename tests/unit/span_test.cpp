@@ -1,5 +1,5 @@
 // Named ranges, traces of Kineto and snapshots of memory, without a sharded model: names, nesting, files, refusals.
-#include "hsdp/span.h"
+#include "hsdp/profiling/span.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalState.h>
@@ -24,8 +24,8 @@
 #include <vector>
 
 #include "dtensor/error.h"
-#include "hsdp/memory_snapshot.h"
 #include "hsdp/profiling.h"
+#include "hsdp/profiling/memory_snapshot.h"
 #include "tests/testing/expect.h"
 #include "tests/testing/file_size_limit.h"
 #include "tests/testing/scratch_folder.h"

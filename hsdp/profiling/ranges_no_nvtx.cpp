@@ -1,4 +1,4 @@
-#include "hsdp/nvtx.h"
+#include "hsdp/profiling/nvtx.h"
 
 namespace hsdp::nvtx {
 

@@ -1,4 +1,4 @@
-#include "hsdp/memory_snapshot.h"
+#include "hsdp/profiling/memory_snapshot.h"
 
 namespace hsdp::memory_snapshot {
 

@@ -1,4 +1,4 @@
-#include "hsdp/trace_activities.h"
+#include "hsdp/profiling/trace_activities.h"
 
 #include <utility>
 

@@ -10,8 +10,8 @@
 #include "dtensor/error.h"
 #include "hsdp/checkpoint/files.h"
 #include "hsdp/init.h"
-#include "hsdp/memory_snapshot.h"
 #include "hsdp/profiling.h"
+#include "hsdp/profiling/memory_snapshot.h"
 
 namespace hsdp {
 namespace memory_snapshot {

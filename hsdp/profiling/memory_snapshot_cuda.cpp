@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "hsdp/launch/device.h"
-#include "hsdp/memory_snapshot.h"
+#include "hsdp/profiling/memory_snapshot.h"
 
 namespace hsdp::memory_snapshot {
 namespace {

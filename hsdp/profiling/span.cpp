@@ -1,11 +1,11 @@
-#include "hsdp/span.h"
+#include "hsdp/profiling/span.h"
 
 #include <c10/util/StringUtil.h>
 
 #include <string>
 #include <utility>
 
-#include "hsdp/observed_range.h"
+#include "hsdp/profiling/observed_range.h"
 
 namespace hsdp {
 namespace {

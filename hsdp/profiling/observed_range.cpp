@@ -1,8 +1,8 @@
-#include "hsdp/observed_range.h"
+#include "hsdp/profiling/observed_range.h"
 
 #include <utility>
 
-#include "hsdp/nvtx.h"
+#include "hsdp/profiling/nvtx.h"
 
 namespace hsdp {
 namespace {

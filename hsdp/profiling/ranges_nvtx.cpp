@@ -2,7 +2,7 @@
 
 #include <atomic>
 
-#include "hsdp/nvtx.h"
+#include "hsdp/profiling/nvtx.h"
 
 namespace hsdp::nvtx {
 namespace {

@@ -24,9 +24,9 @@
 #include "hsdp/checkpoint/files.h"
 #include "hsdp/init.h"
 #include "hsdp/launch/device.h"
-#include "hsdp/nvtx.h"
-#include "hsdp/observed_range.h"
-#include "hsdp/trace_activities.h"
+#include "hsdp/profiling/nvtx.h"
+#include "hsdp/profiling/observed_range.h"
+#include "hsdp/profiling/trace_activities.h"
 
 namespace torch::autograd::profiler {
 // Exported by libtorch; the header that declares it needs headers of Kineto, which no wheel has.
