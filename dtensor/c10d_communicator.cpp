@@ -111,14 +111,14 @@ class C10dCommunicator final : public Communicator {
     if (announces_) meet(operation, call);
     // Over Gloo, whoever has heard of every rank has met them all.
     if (!is_gloo_) {
-      const auto begin = steady_clock::now();
       PendingWork pending;
       start_or_raise(operation, [&] {
         c10d::BarrierOptions options;
         options.device = group_->device;
         add(pending, backend_->barrier(options));
       });
-      // The host has to wait here, and on a device would wait without end.
+      // The host has to wait here, and on a device would wait without end. Connecting the ranks has its own limit.
+      const auto begin = steady_clock::now();
       while (group_->device && !pending.works.empty() && !pending.works.front()->isCompleted()) {
         if (steady_clock::now() - begin > group_->timeout) {
           raise_failure(operation, failure_text(*group_, operation, begin, "some ranks have not come"));

@@ -3,12 +3,15 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
+#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 #include "hsdp/host.h"
+#include "hsdp/wait_on_host.h"
 
 namespace hsdp {
 namespace {
@@ -61,6 +64,18 @@ OnStream::OnStream(const c10::Stream* stream, const std::optional<c10::Stream>& 
 
 StreamMark::StreamMark(const c10::Stream& stream) : event_(stream.device_type()), device_(stream.device()) {
   event_.record(stream);
+}
+
+void wait_on_host(StreamMark& mark, const dtensor::DeviceMesh& mesh) {
+  while (!mark.is_completed()) {
+    for (int64_t axis = 0; axis < mesh.ndim() && mesh.has_groups(); ++axis) {
+      if (mesh.size(axis) == 1) continue;
+      // An empty group communicates nothing, and throws when a collective before has failed.
+      mesh.communicator(axis).start_group();
+      mesh.communicator(axis).end_group()->wait();
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 void StreamMark::wait() { event_.block(current_stream(device_)); }

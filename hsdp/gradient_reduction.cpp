@@ -20,6 +20,7 @@
 #include "hsdp/shard_packing.h"
 #include "hsdp/storage_memory.h"
 #include "hsdp/unit.h"
+#include "hsdp/wait_on_host.h"
 
 namespace hsdp {
 namespace {
@@ -287,6 +288,7 @@ Unit::Next Unit::advance_reduction(Reduction& reduction) {
   const bool on_stream = !reduction.works.empty() && std::all_of(reduction.works.begin(), reduction.works.end(),
                                                                  [](const auto& work) { return work->is_on_stream(); });
   for (auto& work : std::exchange(reduction.works, {})) work->wait();
+  if (reduction.home) order_after(*reduction.home, current_stream(device()));
   if (!settings_.all_reduce) {
     kept_shards_.resize(parameters_.size());
     for (auto& part : reduction.parts) {
@@ -396,7 +398,7 @@ std::vector<size_t> Unit::settle_offloaded() {
   at::NoGradGuard no_grad;
   std::vector<size_t> there;
   for (auto& offloaded : std::exchange(offloaded_, {})) {
-    if (offloaded.copied) offloaded.copied->synchronize();
+    if (offloaded.copied) wait_on_host(*offloaded.copied, *context_->mesh);
     const auto more = land(offloaded.landed);
     there.insert(there.end(), more.begin(), more.end());
   }

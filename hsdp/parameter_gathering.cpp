@@ -350,7 +350,12 @@ void Unit::wait_for_copies_from_host() {
 void Unit::give_memory_home() {
   if (!home_stream_) return;
   const auto current = current_stream(home_stream_->device());
-  order_after(*home_stream_, current);
+  const auto captures = [](const c10::Stream& stream) {
+    const c10::StreamGuard guard(stream);
+    return dtensor::is_capturing(stream.device());
+  };
+  // A graph that is captured has not touched what was gathered before, and takes in every stream that waits for it.
+  if (captures(current) == captures(*home_stream_)) order_after(*home_stream_, current);
   if (reader_stream_ && *reader_stream_ != current) order_after(*home_stream_, *reader_stream_);
   home_stream_.reset();
   reader_stream_.reset();

@@ -18,6 +18,7 @@
 #include "hsdp/region_recorder.h"
 #include "hsdp/saved_tensors.h"
 #include "hsdp/storage_memory.h"
+#include "hsdp/wait_on_host.h"
 
 namespace hsdp {
 namespace {
@@ -254,7 +255,7 @@ void Scheduler::compare_arrived(bool all) {
   while (!comparisons_.empty() && (comparisons_.size() > most || comparisons_.front().arrived->is_completed())) {
     const Comparison comparison = std::move(comparisons_.front());
     comparisons_.pop_front();
-    comparison.arrived->synchronize();
+    wait_on_host(*comparison.arrived, *comparison.unit->context().mesh);
     comparison.unit->check_signatures(comparison.table, comparison.rank);
   }
 }

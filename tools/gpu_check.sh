@@ -259,7 +259,8 @@ run_tests() {
     parallel=1
   fi
   run_part tests "$limit" "$output/tests.log" "${stand_in[@]}" ctest --test-dir "$build/hsdp" --label-regex '^gpu$' \
-    --no-tests=error --verbose --parallel "$parallel" --output-junit "$output/tests.xml"
+    --no-tests=error --verbose --parallel "$parallel" --output-junit "$output/tests.xml" \
+    --test-output-size-passed 4000000 --test-output-size-failed 4000000
 }
 
 # One size: both sides in turn. Its line is appended to benchmark.jsonl.

@@ -19,9 +19,8 @@ constexpr int64_t kTaskElements = 65536;
 // Stretches of several lines of elements, for the threads that operators run on.
 class Stretches {
  public:
-  explicit Stretches(size_t lines) { first_.reserve(lines + 1); }
-
   void add_line(int64_t length) {
+    elements_ += length;
     lengths_.push_back(length);
     first_.push_back(first_.back() + (length + kTaskElements - 1) / kTaskElements);
   }
@@ -36,7 +35,10 @@ class Stretches {
       function(line, begin, std::min(lengths_[line], begin + kTaskElements));
     };
     const auto tasks = first_.back();
-    if (tasks == 0) return;
+    if (elements_ <= kTaskElements || at::get_num_threads() == 1 || at::in_parallel_region()) {
+      for (size_t line = 0; line < lengths_.size(); ++line) function(line, int64_t{0}, lengths_[line]);
+      return;
+    }
     // at::parallel_for is serial in code that is compiled without OpenMP; an iterator of libtorch is not.
     auto marks = at::empty({tasks}, at::kByte);
     auto iterator = at::TensorIterator::nullary_op(marks);
@@ -51,11 +53,10 @@ class Stretches {
   }
 
  private:
+  int64_t elements_ = 0;
   std::vector<int64_t> lengths_;
   std::vector<int64_t> first_{0};  // task of each line, and their number
 };
-
-bool by_one_thread() { return at::get_num_threads() == 1 || at::in_parallel_region(); }
 
 }  // namespace
 
@@ -64,28 +65,27 @@ void land_on_host(c10::ArrayRef<Landing> landings, double divisor) {
   const auto destination = dtype_of(landings.front().destination);
   const HostPass overwriting = host_land_pass(source, destination, false, divisor);
   const HostPass adding = host_land_pass(source, destination, true, divisor);
-  const auto land = [&](const Landing& landing, int64_t begin, int64_t end) {
+  Stretches stretches;
+  for (const auto& landing : landings) stretches.add_line(landing.source.numel());
+  stretches.for_each([&](size_t line, int64_t begin, int64_t end) {
+    const auto& landing = landings[line];
     auto* const to = static_cast<char*>(landing.destination.mutable_data_ptr());
     const auto* const from = static_cast<const char*>(landing.source.const_data_ptr());
     (landing.accumulate ? adding : overwriting)(to + begin * size_of(destination), from + begin * size_of(source),
                                                 end - begin, divisor);
-  };
-  if (by_one_thread()) {
-    for (const auto& landing : landings) land(landing, 0, landing.source.numel());
-    return;
-  }
-  Stretches stretches(landings.size());
-  for (const auto& landing : landings) stretches.add_line(landing.source.numel());
-  stretches.for_each([&](size_t line, int64_t begin, int64_t end) { land(landings[line], begin, end); });
+  });
 }
 
 void pack_on_host(c10::ArrayRef<Packing> packings, double divisor) {
   const auto from_dtype = dtype_of(packings.front().whole);
   const auto to_dtype = dtype_of(packings.front().rows);
   const HostPass pass = host_pack_pass(from_dtype, to_dtype, divisor);
-  // Positions `begin` to `end` of the rows read as one line.
-  const auto pack = [&](const Packing& packing, int64_t begin, int64_t end) {
-    const auto& [whole, rows] = packing;
+  Stretches stretches;
+  for (const auto& packing : packings) stretches.add_line(packing.rows.numel());
+  // The rows are read as one line.
+  stretches.for_each([&](size_t line, int64_t begin, int64_t end) {
+    const auto& whole = packings[line].whole;
+    const auto& rows = packings[line].rows;
     const auto numel = whole.numel();
     const auto length = rows.size(1);
     const auto stride = rows.stride(0);
@@ -100,14 +100,7 @@ void pack_on_host(c10::ArrayRef<Packing> packings, double divisor) {
       std::memset(row + present * size_of(to_dtype), 0, static_cast<size_t>((count - present) * size_of(to_dtype)));
       at += count;
     }
-  };
-  if (by_one_thread()) {
-    for (const auto& packing : packings) pack(packing, 0, packing.rows.numel());
-    return;
-  }
-  Stretches stretches(packings.size());
-  for (const auto& packing : packings) stretches.add_line(packing.rows.numel());
-  stretches.for_each([&](size_t line, int64_t begin, int64_t end) { pack(packings[line], begin, end); });
+  });
 }
 
 void write_words_on_host(const at::Tensor& bytes, const Words& words) {

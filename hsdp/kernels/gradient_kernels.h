@@ -22,7 +22,8 @@ struct Landing {
 };
 
 /// destination = source / divisor, or destination += source / divisor: the quotient is rounded to the source's dtype,
-/// then to the destination's, then added. All sources have one dtype, all destinations one.
+/// then to the destination's, then added; NaN stays NaN, of any bits. All sources have one dtype, all destinations one,
+/// and no landing shares memory with another.
 void land_gradients(c10::ArrayRef<Landing> landings, double divisor);
 
 /// A full gradient and where a reduce-scatter takes it from.

@@ -23,7 +23,7 @@ using namespace testing_support;
 using dtensor::ReduceOp;
 using ::testing::HasSubstr;
 
-constexpr auto kTimeout = std::chrono::seconds(4);
+constexpr auto kTimeout = std::chrono::seconds(10);
 const GpuRunOptions kImpatient{.communication_timeout = kTimeout};
 
 /// The text of the CommunicationError that `call` ends in sooner or later; empty when it does not within a minute. The

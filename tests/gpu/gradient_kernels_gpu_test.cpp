@@ -58,10 +58,8 @@ TEST(GradientKernelsOnStreams, AreRecordedByGraphs) {
   const auto destination = at::zeros({5000}, options), source = at::zeros({5000}, options.dtype(at::kBFloat16));
   const auto rows = at::zeros({3, 1700}, options), words = at::zeros({4}, options.dtype(at::kLong));
   const c10::StreamGuard guard(another_stream(device));
-  at::cuda::CUDAGraph graph;
-  graph.capture_begin();
-  {
-    // Nothing that the launches were given has to live until the replay.
+  const auto run = [&] {
+    // Nothing that the launches are given has to live until the replay.
     std::vector<kernels::Landing> landings;
     for (int64_t i = 0; i < 200; ++i) {
       landings.push_back({destination.narrow(0, 25 * i, 25), source.narrow(0, 25 * i, 25), true});
@@ -69,7 +67,12 @@ TEST(GradientKernelsOnStreams, AreRecordedByGraphs) {
     kernels::land_gradients(landings, 4);
     kernels::pack_gradients({{destination, rows}}, 3);
     kernels::write_words(words, {5, 6, 7, 8});
-  }
+  };
+  run();  // loads the kernels
+  synchronize(device);
+  at::cuda::CUDAGraph graph;
+  graph.capture_begin();
+  run();
   graph.capture_end();
   for (int i = 0; i < 3; ++i) {
     source.fill_(4 * (i + 1));

@@ -175,7 +175,7 @@ TEST(Snapshot, IsWrittenWhenMemoryRunsOut) {
     if (!read.empty()) {
       EXPECT_EQ(read, "[1125899906842624]\n");
     }
-    EXPECT_EQ(std::distance(fs::directory_iterator(folder), {}), read.empty() ? 1 : 3);
+    EXPECT_EQ(std::distance(fs::directory_iterator(folder), {}), 3);  // beside it what reading it takes
     hsdp::save_memory_snapshot_when_out_of_memory(device, "");
     fs::remove(path);
     EXPECT_EQ(run_out(), "");

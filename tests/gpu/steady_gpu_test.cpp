@@ -108,10 +108,9 @@ INSTANTIATE_TEST_SUITE_P(Ranks, Steady,
 
 // ---- CUDA graphs ----
 
-TEST(Graph, ReplaysOfAStepEqualStepsDoneOneByOne) {
-  HSDP_REQUIRE_GPUS(1);
-  HSDP_REQUIRE_REAL_GPU("a CUDA graph");
-  run_on_gpus(1, Place::own_gpu, [](RankContext& context) {
+/// Records a step after a few others, replays it, and compares with a twin whose steps are done one by one.
+void expect_replays_equal_steps(bool first_on_default_stream) {
+  run_on_gpus(1, Place::own_gpu, [&](RankContext& context) {
     torch::set_default_dtype(torch::scalarTypeToTypeMeta(torch::kFloat64));
     const auto device = context.environment().device();
     const auto batch = [&](int64_t step) { return rows_of(step, 1, {12, 16}, 0, 12).to(device); };
@@ -131,6 +130,10 @@ TEST(Graph, ReplaysOfAStepEqualStepsDoneOneByOne) {
       return std::make_unique<Trained>(Trained{std::move(model), std::move(optimizer), batch(0)});
     };
     const auto recorded = make(), eager = make();
+    if (first_on_default_stream) {
+      for (auto* trained : {recorded.get(), eager.get()}) trained->step();
+      synchronize(device);
+    }
     // Recording takes a stream that is not the default one, and memory that is warm.
     const c10::StreamGuard guard(another_stream(device));
     for (auto* trained : {recorded.get(), eager.get()}) {
@@ -166,6 +169,18 @@ TEST(Graph, ReplaysOfAStepEqualStepsDoneOneByOne) {
                                  hsdp::unsharded(eager->model.module().head->weight)),
               1e-12);
   });
+}
+
+TEST(Graph, ReplaysOfAStepEqualStepsDoneOneByOne) {
+  HSDP_REQUIRE_GPUS(1);
+  HSDP_REQUIRE_REAL_GPU("a CUDA graph");
+  expect_replays_equal_steps(false);
+}
+
+TEST(Graph, IsRecordedAlsoAfterStepsOnTheDefaultStream) {
+  HSDP_REQUIRE_GPUS(1);
+  HSDP_REQUIRE_REAL_GPU("a CUDA graph");
+  expect_replays_equal_steps(true);
 }
 
 }  // namespace

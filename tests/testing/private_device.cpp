@@ -252,6 +252,7 @@ at::Tensor bytes_of(const c10::StorageImpl& storage, const void* data, size_t by
 }
 
 const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, std::optional<c10::MemoryFormat>) {
+  if (self.sizes().equals(sizes)) return self;  // as it is, strides and all
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(sizes);
   const auto bytes = static_cast<size_t>(self.storage_offset() + self.numel()) * self.itemsize();

@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "hsdp/kernels/gradient_kernel_ways.h"
-#include "hsdp/kernels/host_passes.h"
 #include "tests/testing/gradient_kernel_cases.h"
 
 namespace {

@@ -32,7 +32,11 @@ class Runner:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             sys.exit(f"{' '.join(command)} ended with {done.returncode}\n{done.stderr}")
-        return json.loads(done.stdout)
+        # Libraries may print there as well, NCCL with NCCL_DEBUG for one.
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        if not lines:
+            sys.exit(f"{' '.join(command)} printed no figures\n{done.stdout}{done.stderr}")
+        return json.loads(lines[-1])
 
 
 class Sides:
@@ -160,8 +164,10 @@ PEAK_TFLOPS = {
     "H100 PCIe": 756,
     "H100 NVL": 835,
     "H100": 989,
+    "H200 NVL": 835,
     "H200": 989,
     "GH200": 989,
+    "GB200": 2500,
     "B200": 2250,
 }
 

@@ -65,11 +65,13 @@ at::Tensor random_tokens(const Arguments& arguments, c10::Device device) {
                         at::TensorOptions(device).dtype(at::kLong));
 }
 
-/// Floating point operations of a step of one rank, in the usual way of counting: six a parameter and token, and
-/// attention over the whole sequence, of which a causal one computes half.
+/// Floating point operations of a step of one rank, in the usual way of counting: six a token and parameter that is
+/// multiplied with, so not those of embeddings, and attention over the whole sequence, of which a causal one computes
+/// half.
 double model_flops(const Arguments& arguments, int64_t parameters) {
   const auto tokens = double(arguments.batch * arguments.sequence);
-  return tokens * (6.0 * double(parameters) + 12.0 * double(arguments.layers * arguments.width * arguments.sequence));
+  const auto multiplied = parameters - (arguments.vocabulary + arguments.sequence) * arguments.width;
+  return tokens * (6.0 * double(multiplied) + 12.0 * double(arguments.layers * arguments.width * arguments.sequence));
 }
 
 /// Adds what the counted steps took to the line, which has the number of parameters. `warmed_up` runs before the first

@@ -166,7 +166,8 @@ def run(rank, arguments, barrier, store):
         line = {name: getattr(arguments, name) for name in names}
         step = statistics.median(times)
         tokens = arguments.batch * arguments.sequence
-        flops = tokens * (6 * parameters + 12 * arguments.layers * arguments.width * arguments.sequence)
+        multiplied = parameters - (arguments.vocabulary + arguments.sequence) * arguments.width
+        flops = tokens * (6 * multiplied + 12 * arguments.layers * arguments.width * arguments.sequence)
         line |= {
             "device_name": torch.cuda.get_device_name() if on_gpu else "",
             "start_rss_mib": start_rss,

@@ -21,6 +21,7 @@ execute_process(COMMAND "${CMAKE_CUDA_COMPILER}" --list-gpu-code
   OUTPUT_VARIABLE known ERROR_VARIABLE error RESULT_VARIABLE status)
 string(REGEX MATCHALL "sm_[0-9]+" known "${known}")
 list(TRANSFORM known REPLACE "sm_" "")
+list(SORT known COMPARE NATURAL)
 if(NOT status EQUAL 0 OR NOT known)
   message(FATAL_ERROR "[hsdp] ${CMAKE_CUDA_COMPILER} --list-gpu-code ended with ${status}: ${error}")
 endif()
