@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
-from peer import VOCAB, WARMUP_STEPS, Gpt
+from peer import DEFAULTS, WARMUP_STEPS, Gpt
 
 M_MMAP_THRESHOLD = -3
 # As in hsdp_checkpoint_bench.cpp: larger pieces of memory come from the system each time.
@@ -104,7 +104,8 @@ def run_files(rank, arguments, line):
 
 def run_async(rank, arguments, line):
     torch.manual_seed(0)
-    model = Gpt(arguments.width, arguments.layers, arguments.sequence)
+    vocabulary = DEFAULTS["vocabulary"]
+    model = Gpt(arguments.width, arguments.layers, arguments.sequence, vocabulary)
     line["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     line["bytes"] = line["parameters"] * 4 * 3
     model = sharded(model, model.blocks, arguments)
@@ -115,11 +116,11 @@ def run_async(rank, arguments, line):
     steps, overlapping, copies = [], [], []
     pending = None
     for step in range(WARMUP_STEPS + arguments.steps):
-        ids = torch.randint(0, VOCAB, (arguments.batch, arguments.sequence))
+        ids = torch.randint(0, vocabulary, (arguments.batch, arguments.sequence))
         dist.barrier()
         overlaps = pending is not None
         start = time.perf_counter()
-        functional.cross_entropy(model(ids).view(-1, VOCAB), ids.view(-1)).backward()
+        functional.cross_entropy(model(ids).view(-1, vocabulary), ids.view(-1)).backward()
         optimizer.step()
         optimizer.zero_grad()
         if pending is not None and pending.done():
