@@ -23,7 +23,7 @@
 #include <vector>
 
 #include "dtensor/communicator.h"
-#include "hsdp/shard_packing.h"
+#include "hsdp/kernels/gradient_kernels.h"
 #include "hsdp/storage_memory.h"
 #include "hsdp/transport.h"
 #include "hsdp/unit.h"
@@ -211,13 +211,16 @@ std::shared_ptr<Transport> make_transport(std::shared_ptr<dtensor::Communicator>
   return std::make_shared<FaultyTransport>(std::move(transport));
 }
 
-void pack_rows(const at::Tensor& rows, const at::Tensor& whole, const dtensor::Layout& layout, int64_t dim) {
-  static auto* const real = next<decltype(pack_rows)>("_ZN4hsdp9pack_rowsERKN2at6TensorES3_RKN7dtensor6LayoutEl");
-  const auto padding = rows.numel() - whole.numel();
-  if (!Plan::instance().is(Mistake::drop_padding) || padding == 0 || dim != 0) return real(rows, whole, layout, dim);
-  const auto line = at::cat({at::zeros({padding}, whole.options()), whole.reshape({-1})});
-  rows.copy_(line.view(rows.sizes()));
-  Plan::instance().note();
+void kernels::pack_gradients(c10::ArrayRef<Packing> packings, double divisor) {
+  static auto* const real =
+      next<decltype(kernels::pack_gradients)>("_ZN4hsdp7kernels14pack_gradientsEN3c108ArrayRefINS0_7PackingEEEd");
+  real(packings, divisor);
+  for (const auto& [whole, rows] : packings) {
+    const auto padding = rows.numel() - whole.numel();
+    if (!Plan::instance().is(Mistake::drop_padding) || padding == 0) continue;
+    rows.copy_(rows.reshape({-1}).roll(padding).view(rows.sizes()));
+    Plan::instance().note();
+  }
 }
 
 void free_memory(const at::Tensor& tensor) {
