@@ -188,6 +188,7 @@ class C10dCommunicator final : public Communicator {
     pending.finishers.emplace_back([received, shard, ranks = size()] {
       at::Tensor output = shard.view({-1});
       at::sum_out(output, received.view({ranks, -1}), 0, /*keepdim=*/false, shard.scalar_type());
+      free_buffer(received);
     });
   }
 

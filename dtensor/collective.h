@@ -26,6 +26,10 @@ std::shared_ptr<Work> completed_work();
 /// autograd's checks of saved tensors.
 at::Tensor untracked_alias(const at::Tensor& tensor);
 
+/// Frees the memory of a buffer that its collective is done with, whoever refers to it: a backend's own thread may keep
+/// the tensor for a while longer. All that shares the memory is gone with it.
+void free_buffer(const at::Tensor& buffer);
+
 /// The words of c10d, a backend or a store for a failure: one line, without the source location and the backtrace.
 std::string backend_message(const std::exception& error);
 

@@ -140,6 +140,12 @@ std::string backend_message(const std::exception& error) {
 
 at::Tensor untracked_alias(const at::Tensor& tensor) { return tensor.variable_data(); }
 
+void free_buffer(const at::Tensor& buffer) {
+  auto* storage = buffer.storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
+  storage->set_nbytes(0);
+}
+
 void check_plain(const char* operation, const at::Tensor& tensor) {
   auto* impl = distributed_impl(tensor);
   if (impl == nullptr) return;

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "dtensor/collective.h"
 #include "dtensor/error.h"
 #include "dtensor/mesh_collectives.h"
 
@@ -58,7 +59,10 @@ at::Tensor gather_axis(const at::Tensor& local, const DTensorImpl& impl, int64_t
       .all_gather(gathered.view({-1}), padded.view({-1}),
                   {"all_gather", impl.name().empty() ? "full_tensor" : impl.name()})
       ->wait();
-  return gathered.narrow(0, 0, length).movedim(0, dim).contiguous();
+  free_buffer(padded);
+  auto whole = gathered.narrow(0, 0, length).movedim(0, dim).contiguous();
+  if (!whole.is_alias_of(gathered)) free_buffer(gathered);
+  return whole;
 }
 
 }  // namespace
@@ -150,7 +154,9 @@ at::Tensor DTensor::full_tensor() const {
     const auto mesh_axis = static_cast<int64_t>(axis);
     if (placements[axis].is_shard()) {
       const auto dim = placements[axis].dim();
-      whole = gather_axis(whole, impl(), mesh_axis, dim, lengths[axis][static_cast<size_t>(dim)]);
+      const auto part =
+          std::exchange(whole, gather_axis(whole, impl(), mesh_axis, dim, lengths[axis][static_cast<size_t>(dim)]));
+      if (!whole.is_alias_of(part)) free_buffer(part);
     } else if (placements[axis].is_partial() && impl().mesh()->size(mesh_axis) > 1) {
       const bool norm = placements[axis].op() == ReduceOp::norm;
       const double p = norm ? placements[axis].norm_type() : 1;
@@ -160,7 +166,7 @@ at::Tensor DTensor::full_tensor() const {
           ->communicator(mesh_axis)
           .all_reduce(whole, norm ? ReduceOp::sum : placements[axis].op(), {"all_reduce", "full_tensor"})
           ->wait();
-      if (norm) whole = whole.pow(1 / p);
+      if (norm) free_buffer(std::exchange(whole, whole.pow(1 / p)));
     }
   }
   return whole;

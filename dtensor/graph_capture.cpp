@@ -14,10 +14,12 @@ GraphCapture& capture_of(c10::DeviceType type) {
 
 void register_graph_capture(c10::DeviceType type, GraphCapture capture) { capture_of(type) = capture; }
 
-bool is_capturing(c10::Device device) {
+uint64_t current_capture(c10::Device device) {
   const auto& capture = capture_of(device.type());
-  return capture.is_active != nullptr && capture.is_active(device);
+  return capture.current == nullptr ? 0 : capture.current(device);
 }
+
+bool is_capturing(c10::Device device) { return current_capture(device) != 0; }
 
 void tolerate_capture(c10::DeviceType type) {
   const auto& capture = capture_of(type);

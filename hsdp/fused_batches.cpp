@@ -57,26 +57,25 @@ void check(const char* where, const at::Tensor& parameter, const at::Tensor& gra
   }
 }
 
-// Whether the k-th element in memory of one is the k-th of the other, and of the same dtype.
-bool same_order(const at::Tensor& parameter, const at::Tensor& other) {
-  if (dtensor::DTensor::is_dtensor(parameter) != dtensor::DTensor::is_dtensor(other)) return false;
-  const auto &a = memory_of(parameter), &b = memory_of(other);
-  if (a.scalar_type() != b.scalar_type() || !a.sizes().equals(b.sizes())) return false;
-  for (int64_t dim = 0; dim < a.dim(); ++dim) {
-    if (a.size(dim) > 1 && a.stride(dim) != b.stride(dim)) return false;
-  }
-  return true;
-}
-
 }  // namespace
 
 void FusedBatch::finish_unscaling() const {
   for (const auto& [original, copy] : copied_) original.copy_(copy);
 }
 
+bool lies_like(const at::Tensor& parameter, const at::Tensor& other) {
+  if (dtensor::DTensor::is_dtensor(parameter) != dtensor::DTensor::is_dtensor(other)) return false;
+  const auto &a = memory_of(parameter), &b = memory_of(other);
+  if (a.device() != b.device() || a.scalar_type() != b.scalar_type() || !a.sizes().equals(b.sizes())) return false;
+  for (int64_t dim = 0; dim < a.dim(); ++dim) {
+    if (a.size(dim) > 1 && a.stride(dim) != b.stride(dim)) return false;
+  }
+  return true;
+}
+
 at::Tensor state_like(const at::Tensor& parameter, const at::Tensor& state) {
   if (!state.defined()) return at::zeros_like(parameter, {}, at::MemoryFormat::Preserve);
-  return same_order(parameter, state) ? state : at::empty_like(parameter).copy_(state);
+  return lies_like(parameter, state) ? state : at::empty_like(parameter).copy_(state);
 }
 
 std::vector<FusedBatch> fused_batches(
@@ -103,7 +102,7 @@ std::vector<FusedBatch> fused_batches(
       }
       batch->parameters_.push_back(parameter);
       batch->gradients_.push_back(gradient);
-      if (same_order(parameter, gradient)) continue;
+      if (lies_like(parameter, gradient)) continue;
       batch->gradients_.back() = at::empty_like(parameter).copy_(gradient);
       batch->copied_.push_back({gradient, batch->gradients_.back()});
     }

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "dtensor/call_site.h"
+#include "dtensor/collective.h"
 #include "dtensor/dispatch.h"
 #include "dtensor/dtensor.h"
 #include "dtensor/error.h"
@@ -176,6 +177,9 @@ void Unit::finish_arrivals() {
   }
   // What was unpacked came from the gathering stream's memory, and goes back there now.
   if (home_stream_ && !arrivals.empty()) order_after(*streams()->gather(), current_stream(device()));
+  for (const auto& arrival : arrivals) {
+    if (arrival.rows.defined()) dtensor::free_buffer(arrival.rows);
+  }
 }
 
 Transport* Unit::gathering_transport() const {

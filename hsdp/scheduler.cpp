@@ -68,6 +68,7 @@ void Scheduler::enter_scope() {
                                         "one thread at a time; give each thread its own module or take turns");
   }
   if (depth_ == 0 && registration_check_) registration_check_();
+  if (depth_ == 0 && !in_backward()) meet_capture();
   if (depth_++ > 0) return;
   owner_thread_ = std::this_thread::get_id();
   ++scope_id_;
@@ -80,14 +81,6 @@ void Scheduler::enter_scope() {
   // Forwards with grad mode on and no backward must not let the plan grow for ever.
   if (backward_plan_.size() > 8 * units_.size() + 64) backward_plan_.clear();
   if (backward_task_ != -1) forget_iteration();  // A backward that threw never reached its end.
-  // A graph that is captured gathers for itself, and what it gathered is not there before a replay.
-  if (is_capturing() != was_capturing_) {
-    was_capturing_ = !was_capturing_;
-    for (auto& unit : units_) {
-      if (!unit->has_pins()) free(*unit, /*in_forward=*/false);
-      unit->drop_part();
-    }
-  }
   for (auto& unit : units_) unit->claim_accumulators();
 }
 
@@ -249,6 +242,28 @@ void Scheduler::wait_for_copies_from_host() noexcept {
 
 bool Scheduler::is_capturing() const { return !units_.empty() && dtensor::is_capturing(units_.front()->device()); }
 
+// A graph that is captured gathers for itself, and what it gathered is not there before a replay.
+void Scheduler::meet_capture() {
+  const auto capture = units_.empty() ? 0 : dtensor::current_capture(units_.front()->device());
+  if (capture == capture_) return;
+  constexpr auto why = "\" is on its way since before this graph's capture, which cannot wait for it, expected nothing";
+  for (const auto& unit : units_) {
+    if (capture == 0 || !unit->is_gathering()) continue;
+    dtensor::raise<dtensor::StateError>("all_gather", "unit \"", unit->name(), why,
+                                        "; wait() for what unshard() returned");
+  }
+  // Those of a backward that threw are given up.
+  if (capture != 0 && backward_task_ == -1 && !reductions_.empty()) {
+    dtensor::raise<dtensor::StateError>("reduce_scatter", "unit \"", reductions_.front().first->name(), why,
+                                        "; call set_is_last_backward(true) before the backward ahead of it");
+  }
+  capture_ = capture;
+  for (auto& unit : units_) {
+    if (!unit->has_pins()) free(*unit, /*in_forward=*/false);
+    unit->drop_part();
+  }
+}
+
 void Scheduler::compare_arrived(bool all) {
   if (comparisons_.empty() || is_capturing()) return;
   const size_t most = all ? 0 : 2 * units_.size() + 8;
@@ -287,6 +302,7 @@ void Scheduler::unshard(Unit& unit, bool async) {
   std::lock_guard lock(mutex_);
   check_not_summoned("unshard");
   check_values();
+  if (depth_ == 0 && !in_backward()) meet_capture();
   if (unit.is_gathered() && unit.is_stale()) free(unit, /*in_forward=*/false);
   if (!unit.is_gathered() && !unit.is_gathering()) start_gather(unit);
   if (!unit.is_read()) unit.mark_requested();

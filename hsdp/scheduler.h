@@ -133,6 +133,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void start_gather(Unit& unit);
   void compare_arrived(bool all = false);
   bool is_capturing() const;
+  void meet_capture();
   void settle_offloaded();
   void wait_for_copies_from_host() noexcept;
   void free(Unit& unit, bool in_forward);
@@ -171,7 +172,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   Unit* current_ = nullptr;
   std::vector<Unit*> order_, former_order_;  // gathers of this scope and of the last one
   bool prefetch_forward_ = true;
-  bool was_capturing_ = false;  // when the last scope was entered
+  uint64_t capture_ = 0;  // that forwards or unsharding were last in
   struct Planned {
     Unit* unit;
     int64_t scope_token;

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <utility>
 
+#include "dtensor/collective.h"
 #include "hsdp/host.h"
 
 namespace hsdp {
@@ -114,8 +115,7 @@ void allocate_memory(const at::Tensor& tensor, size_t nbytes) {
 void free_memory(const at::Tensor& tensor) {
   auto* storage = tensor.storage().unsafeGetStorageImpl();
   refuses_reads(*storage) = true;
-  storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
-  storage->set_nbytes(0);
+  dtensor::free_buffer(tensor);
 }
 
 void say_when_read_without_memory(const at::Tensor& tensor, std::string message) {

@@ -20,7 +20,8 @@ void free_memory(const at::Tensor& tensor);
 /// The text of that error.
 void say_when_read_without_memory(const at::Tensor& tensor, std::string message);
 
-/// A tensor without values, for a buffer that lives for one collective.
+/// A tensor without values, for a buffer that lives for one collective. Whoever waits for that gives it to
+/// dtensor::free_buffer(), because references may outlive the collective on a backend's own thread.
 at::Tensor empty_buffer(c10::IntArrayRef sizes, const at::TensorOptions& options);
 /// Gives cached blocks back to the heap: at the end of a forward or backward.
 void release_cached_memory();

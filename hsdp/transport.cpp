@@ -115,7 +115,7 @@ class TransportBase : public Transport {
 };
 
 /// One buffer and one collective for each dtype. Row r of the buffer holds the slices of rank r, one pair after
-/// another.
+/// another. Its memory goes back when the collective is over: a backend's own thread may keep the tensor longer.
 class PackingTransport final : public TransportBase {
  public:
   using TransportBase::TransportBase;
@@ -144,6 +144,7 @@ class PackingTransport final : public TransportBase {
           pair.full.view({rows.size(0), length}).copy_(rows.narrow(1, position, length));
           position += length;
         }
+        dtensor::free_buffer(rows);
       });
     }
     return result;
@@ -169,12 +170,13 @@ class PackingTransport final : public TransportBase {
       const at::Tensor reduced = at::empty({rows.size(1)}, rows.options());
       auto work = communicator_->reduce_scatter(reduced, rows.view({-1}), name);
       // The full gradients are packed: only the shards are needed from here on.
-      result->add(std::move(work), [reduced, shards = std::move(shards)] {
+      result->add(std::move(work), [reduced, rows, shards = std::move(shards)] {
         int64_t position = 0;
         for (const at::Tensor& shard : shards) {
           shard.copy_(reduced.narrow(0, position, shard.numel()));
           position += shard.numel();
         }
+        dtensor::free_buffer(rows);
       });
     }
     return result;

@@ -15,12 +15,14 @@ tools/gpu_check.sh run --output FOLDER [--brought FOLDER] [--build FOLDER] [--py
                        [--jobs N] [--ranks N] [--dry-run]
     Builds the library, the tests labelled gpu and the benchmark, and runs them; needs torch 2.11 in PYTHON, a CUDA toolkit
     of torch's major version, cmake, ninja and g++, and no network. Writes environment.txt, build.log, tests.log, tests.xml,
-    benchmark.log, benchmark.jsonl and results.json into the output folder.
+    benchmark.log, benchmark.jsonl, benchmark_runs.jsonl and results.json into the output folder; whoever ends the script,
+    they have what came before.
 
     --brought   what pack has made; without it the machine must have those libraries
     --build     where to build, build/gpu_check by default; kept, so that a second run is quick
     --python    a Python with torch; by default HSDP_PYTHON, .venv/bin/python or python3, whichever has it first
-    --budget    seconds for everything, 480 by default: each part gets what is left, and what was not run is said
+    --budget    seconds for everything, 480 by default, from configuring to the last line: each part is told what it may
+                take at most, and one that will not fit is left out and named
     --jobs      compilers at a time, one a core by default
     --ranks     ranks of the second half of the benchmark, as many as there are GPUs by default
     --dry-run   the same commands without a GPU: tests and a tiny benchmark on the host
@@ -59,6 +61,24 @@ write_package() {
 if(NOT TARGET $target)
   add_library($target INTERFACE IMPORTED)
   set_target_properties($target PROPERTIES INTERFACE_INCLUDE_DIRECTORIES "\${$here}/../../../include")
+endif()
+TEXT
+}
+
+# GoogleTest as a CMake package that is built with whatever asks for it, so that no core waits for it.
+write_googletest_package() {
+  mkdir -p "$1/lib/cmake/GTest"
+  cat >"$1/lib/cmake/GTest/GTestConfig.cmake" <<'TEXT'
+if(NOT TARGET gtest)
+  set(CMAKE_POLICY_VERSION_MINIMUM 3.5)
+  set(INSTALL_GTEST OFF)
+  add_subdirectory("${CMAKE_CURRENT_LIST_DIR}/../../../googletest" "${CMAKE_BINARY_DIR}/googletest" EXCLUDE_FROM_ALL)
+  foreach(target gtest gtest_main gmock gmock_main)
+    target_compile_options(${target} PRIVATE -w)
+    if(NOT TARGET GTest::${target})
+      add_library(GTest::${target} ALIAS ${target})
+    endif()
+  endforeach()
 endif()
 TEXT
 }
@@ -108,6 +128,7 @@ pack() {
   done <<<"$libraries"
   write_package "$folder" nlohmann_json nlohmann_json::nlohmann_json
   write_package "$folder" CLI11 CLI11::CLI11
+  write_googletest_package "$folder"
   mkdir "$folder/googletest"
   cp "$googletest/CMakeLists.txt" "$folder/googletest/"
   for part in googletest googlemock; do
@@ -124,28 +145,31 @@ pack() {
 
 # ---- run: what the parts share --------------------------------------------------------------------------------------------
 
-left() { echo $((budget - SECONDS)); }
+# A part that does not end when it is told to is killed some seconds later, and the results take a moment.
+readonly grace=8 closing=3
+left() { echo $((budget - SECONDS - grace - closing)); }
 
-# note_part NAME STATE SECONDS REMARK: what is known so far is always in results.json, whatever becomes of this script.
+# note_part NAME STATE SECONDS LIMIT REMARK: what is known so far is always in results.json, whatever becomes of this
+# script. The last note of a name counts.
 note_part() {
-  printf '%s\t%s\t%s\t%s\n' "$@" >>"$parts"
+  printf '%s\t%s\t%s\t%s\t%s\n' "$@" >>"$parts"
   "$python" "$root/tools/gpu_check_results.py" "$parts" "$output" "$SECONDS" "$dry_run"
 }
 
 # Names a part that did not run, and why.
 skip_part() {
-  note_part "$1" "not run" 0 "$2"
+  note_part "$1" "not run" 0 0 "$2"
   say "$1: not run, $2"
 }
 
 # What a part is doing when somebody ends this script.
-part='' child=''
+part='' child='' part_limit=0 part_start=0
 stop() {
   trap '' INT TERM HUP
   if [[ -n $child ]]; then
     kill "$child" 2>/dev/null || true
     wait "$child" 2>/dev/null || true
-    note_part "$part" stopped 0 "by a signal"
+    note_part "$part" stopped $((SECONDS - part_start)) "$part_limit" "by a signal; what comes after was not begun"
   fi
   say "stopped; $output has what came before"
   exit 1
@@ -154,17 +178,20 @@ stop() {
 # run_part NAME SECONDS LOG COMMAND...: at most that long; its output is appended to the log. Notes how it ended and returns
 # its status.
 run_part() {
-  local name=$1 limit=$2 log=$3 start="$SECONDS" status=0 state
+  local name=$1 limit=$2 log=$3 status=0 state
   shift 3
   if ((limit < 1)); then
     skip_part "$name" "no time is left"
     return 1
   fi
+  part=$name part_limit=$limit part_start=$SECONDS
+  note_part "$name" running 0 "$limit" "begun at second $SECONDS"
+  say "$name: may take $limit s"
   { printf '\n==== %s:' "$name"; printf ' %q' "$@"; printf '\n'; } >>"$log"
   # Children of a child end with it: timeout gives them a process group of their own. In the background, because a shell
   # hears no signal while it waits in any other way.
-  timeout --kill-after=10 "$limit" "$@" >>"$log" 2>&1 </dev/null &
-  child=$! part=$name
+  timeout --kill-after="$grace" "$limit" "$@" >>"$log" 2>&1 </dev/null &
+  child=$!
   wait "$child" || status=$?
   child=''
   case $status in
@@ -172,8 +199,8 @@ run_part() {
     124 | 137) state="out of time" ;;
     *) state=failed ;;
   esac
-  note_part "$name" "$state" $((SECONDS - start)) "status $status, limit $limit s"
-  say "$name: $state after $((SECONDS - start)) s"
+  note_part "$name" "$state" $((SECONDS - part_start)) "$limit" "status $status"
+  say "$name: $state after $((SECONDS - part_start)) s"
   return "$status"
 }
 
@@ -189,6 +216,14 @@ choose_python() {
     if [[ -n $candidate && $candidate == "$python" ]]; then refuse "$candidate has no torch package"; fi
   done
   refuse "no Python with torch, expected 2.11; name one with --python"
+}
+
+# Whether a program is there; of cmake the version that the project asks for.
+suits() {
+  command -v "$1" >/dev/null || return
+  if [[ $1 == cmake ]]; then
+    printf '3.25\n%s\n' "$(cmake --version | sed -n '1s/.* //p')" | sort --version-sort --check=quiet
+  fi
 }
 
 # Prints what a program says of itself, or that it is missing. Never fails.
@@ -225,63 +260,109 @@ gpu_names() {
 
 # ---- run: the parts -------------------------------------------------------------------------------------------------------
 
+# What is built, and where in the build it lies.
+readonly programs=({collectives,gradient_kernels,memory,overlap,parity,precision,profiling,steady}_gpu_test hsdp_bench)
+program_path() { if [[ $1 == hsdp_bench ]]; then echo "$build/hsdp/tools/bench/$1"; else echo "$build/hsdp/tests/gpu/$1"; fi; }
+
+# Fails where there is nothing to run.
 build_everything() {
-  local prefixes=() cache=(-DCMAKE_BUILD_TYPE=Release '-DCMAKE_CXX_FLAGS_RELEASE=-O2 -DNDEBUG' -DCMAKE_UNITY_BUILD=ON
+  local cache=(-DCMAKE_BUILD_TYPE=Release '-DCMAKE_CXX_FLAGS_RELEASE=-O2 -DNDEBUG' -DCMAKE_UNITY_BUILD=ON
     -DCMAKE_UNITY_BUILD_BATCH_SIZE=4 -DHSDP_BUILD_APPS=OFF -DHSDP_BUILD_GPU_CHECK=ON -DHSDP_INSTALL=OFF -DHSDP_WITH_CUDA=ON
-    "-DHSDP_PYTHON=$python") capability
-  if [[ -n $brought ]]; then
-    local installed=$build/googletest-installed
-    if [[ ! -e $installed/done ]]; then
-      # shellcheck disable=SC2016
-      run_part googletest "$(left)" "$output/build.log" bash -euc '
-        cmake -G Ninja -S "$1" -B "$2/googletest" -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS=-w -DCMAKE_CXX_STANDARD=17 \
-          -DCMAKE_POLICY_VERSION_MINIMUM=3.5 "-DCMAKE_INSTALL_PREFIX=$3" -DCMAKE_INSTALL_LIBDIR=lib
-        cmake --build "$2/googletest" --parallel "$4" --target install
-        touch "$3/done"' build_googletest "$brought/googletest" "$build" "$installed" "$jobs" || return
-    fi
-    prefixes=("$installed" "$brought")
-    cache+=("-DCMAKE_PREFIX_PATH=$(IFS=';'; echo "${prefixes[*]}")")
-  fi
+    -DHSDP_WITH_NCCL=ON "-DHSDP_PYTHON=$python" "-DCMAKE_PREFIX_PATH=$brought") capability
   if command -v nvidia-smi >/dev/null; then
     # Of the GPU at hand alone, which is quicker; without one the project's own choice.
     capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1 | tr -d ' .') || true
     if [[ $capability =~ ^[0-9]+$ ]]; then cache+=("-DHSDP_CUDA_ARCHITECTURES=$capability"); fi
   fi
   run_part configure "$(left)" "$output/build.log" cmake -G Ninja -S "$root" -B "$build/hsdp" "${cache[@]}" || return
-  run_part build "$(left)" "$output/build.log" \
-    cmake --build "$build/hsdp" --parallel "$jobs" --target gpu_tests hsdp_bench || return
+  # A file that does not compile keeps nothing else from being built. A minute is for what could be built in time.
+  local limit
+  limit=$(left)
+  run_part build $((limit > 90 ? limit - 60 : limit)) "$output/build.log" \
+    cmake --build "$build/hsdp" --parallel "$jobs" --target gpu_tests hsdp_bench -- -k 0 && return
+  good=0
+  # Of an earlier build nothing is to be taken for this one's.
+  local target path fresh=0
+  for target in "${programs[@]}"; do
+    path=$(program_path "$target")
+    if ninja -C "$build/hsdp" -n "$target" 2>/dev/null | grep -q 'no work to do'; then
+      ((++fresh))
+    elif [[ -e $path ]]; then
+      rm "$path"
+    fi
+  done
+  say "$fresh of ${#programs[@]} programs were built"
+  ((fresh > 0))
 }
 
+# Takes LIMIT seconds at most. ctest itself stops so early that it still writes its results.
 run_tests() {
-  local limit=$1 stand_in=() parallel=4
+  local limit=$1 stand_in=() parallel=4 test_dir=(--test-dir "$build/hsdp" --label-regex '^gpu$')
   if ((dry_run)); then
     stand_in=(env HSDP_GPU_DRY_RUN=host)
     parallel=1
   fi
-  run_part tests "$limit" "$output/tests.log" "${stand_in[@]}" ctest --test-dir "$build/hsdp" --label-regex '^gpu$' \
+  # Which there are, for the results of what is not reached.
+  ctest "${test_dir[@]}" --show-only >>"$output/tests.log" 2>&1 || true
+  run_part tests "$limit" "$output/tests.log" "${stand_in[@]}" ctest "${test_dir[@]}" \
+    --stop-time "$(date -d "+$((limit > 20 ? limit - 10 : limit)) seconds" '+%H:%M:%S')" \
     --no-tests=error --verbose --parallel "$parallel" --output-junit "$output/tests.xml" \
     --test-output-size-passed 4000000 --test-output-size-failed 4000000
 }
 
-# One size: both sides in turn. Its line is appended to benchmark.jsonl.
+# One size: both sides once, in one order or the other. Its line is appended to benchmark.jsonl, that of each side to
+# benchmark_runs.jsonl as soon as it is there.
+declare -A took=()  # seconds of a size with so many ranks
 run_benchmark() {
-  local size=$1 ranks=$2 name="benchmark of size $1 with $2 ranks" limit
+  local size=$1 ranks=$2 turn=$3 needed=$4 name limit start=$SECONDS
+  name="benchmark of size $size with $ranks ranks${turn:+, $turn}"
   limit=$(left)
-  # Less would not bring both sides to an end.
-  if ((limit < 30)); then
-    skip_part "$name" "$limit s are left"
+  if ((limit < needed)); then
+    skip_part "$name" "$limit s are left, and it takes about $needed s"
     return 1
   fi
-  local how=(--device cuda --rounds 2 --steps 10)
+  local how=(--device cuda --rounds 1 --steps 10)
   if ((dry_run)); then
     how=(--device host --rounds 1 --steps 2)
     local setting
     for setting in width=64 layers=2 sequence=64 batch=1 vocabulary=256; do how+=(--override "$setting"); done
   fi
+  if [[ -n $turn ]]; then how+=(--peer-first); fi
   # shellcheck disable=SC2016
   run_part "$name" "$limit" "$output/benchmark.log" bash -euc 'line=$("${@:2}"); echo "$line" >>"$1"; echo "$line"' \
     append "$output/benchmark.jsonl" "$python" "$root/tools/bench/compare.py" --cases "size_$size" --ranks "$ranks" \
-    "${how[@]}" --bench "$build/hsdp/tools/bench/hsdp_bench" --python "$python"
+    --runs "$output/benchmark_runs.jsonl" "${how[@]}" --bench "$(program_path hsdp_bench)" \
+    --python "$python" || return
+  took[$size.$ranks]=$((SECONDS - start))
+}
+
+# What matters most comes first: all sizes on one GPU, then on all; and once more in the other order, which only says
+# how quiet the machine was, so that it may be left out.
+run_benchmarks() {
+  local size world worlds=(1) least guess
+  if [[ ! -x $(program_path hsdp_bench) ]]; then
+    skip_part benchmark "hsdp_bench was not built"
+    return 1
+  fi
+  if ((ranks > 1)); then worlds+=("$ranks"); fi
+  least=$((dry_run ? 5 : 25))
+  for world in "${worlds[@]}"; do
+    guess=$least
+    for size in small medium large; do
+      run_benchmark "$size" "$world" '' "$guess" || good=0
+      # A larger one takes no less.
+      guess=${took[$size.$world]:-$guess}
+    done
+  done
+  for size in small medium large; do
+    guess=${took[$size.1]:-}
+    if [[ -z $guess ]]; then continue; fi
+    if (($(left) < guess)); then
+      skip_part "benchmark of size $size with 1 ranks, peer first" "$(left) s are left, and it takes about $guess s"
+    else
+      run_benchmark "$size" 1 'peer first' "$guess" || good=0
+    fi
+  done
 }
 
 run() {
@@ -310,14 +391,14 @@ run() {
   local place
   for program in cmake ninja nvcc; do
     for place in "$(dirname "$python")" /usr/local/cuda/bin; do
-      if ! command -v "$program" >/dev/null && [[ -x $place/$program ]]; then PATH=$place:"$PATH"; fi
+      if ! suits "$program" && [[ -x $place/$program ]]; then PATH=$place:"$PATH"; fi
     done
   done
   local missing=()
-  for program in cmake ninja g++ nvcc timeout; do
-    command -v "$program" >/dev/null || missing+=("$program")
+  for program in cmake ctest ninja g++ nvcc timeout; do
+    suits "$program" || missing+=("$program")
   done
-  if ((${#missing[@]})); then refuse "missing: ${missing[*]}"; fi
+  if ((${#missing[@]})); then refuse "missing, or cmake before 3.25: ${missing[*]}"; fi
 
   local gpus
   gpus=$(gpu_names | grep -c .) || true
@@ -328,30 +409,29 @@ run() {
   output=$(realpath "$output")
   build=$(realpath "$build")
   if [[ -n $brought ]]; then brought=$(realpath "$brought"); fi
-  rm -f "$output"/{environment.txt,build.log,tests.log,tests.xml,benchmark.log,benchmark.jsonl,results.json}
-  touch "$output/benchmark.jsonl"
+  rm -f "$output"/{environment.txt,build.log,tests.log,tests.xml,benchmark.log,benchmark.jsonl,benchmark_runs.jsonl,results.json}
+  touch "$output"/benchmark{,_runs}.jsonl
   parts=$(mktemp)
   # shellcheck disable=SC2064
   trap "rm -f '$parts'" EXIT
   trap stop INT TERM HUP
   describe_environment >"$output/environment.txt"
 
-  local good=1 size world worlds=(1)
-  if ((ranks > 1)); then worlds+=("$ranks"); fi
+  good=1
   if build_everything; then
-    # Half a minute a size for the benchmark at least, where there is that much.
-    local limit=$(($(left) - 120))
-    run_tests $((limit < 60 ? 60 : limit)) || good=0
-    for world in "${worlds[@]}"; do
-      for size in small medium large; do run_benchmark "$size" "$world" || good=0; done
-    done
+    # The benchmark is left two minutes where there are that many, the tests one in any case.
+    local limit=$(($(left) - 120)) most
+    most=$(left)
+    if ((limit < 60)); then limit=$((most < 60 ? most : 60)); fi
+    run_tests "$limit" || good=0
+    run_benchmarks || good=0
   else
     good=0
     skip_part tests "nothing was built"
     skip_part benchmark "nothing was built"
   fi
   "$python" "$root/tools/gpu_check_results.py" "$parts" "$output" "$SECONDS" "$dry_run" --say
-  say "everything is in $output, with $(left) of $budget s left"
+  say "everything is in $output after $SECONDS of $budget s"
   if ((!good)); then exit 1; fi
 }
 

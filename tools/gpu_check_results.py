@@ -3,10 +3,11 @@
 
   gpu_check_results.py PARTS OUTPUT SECONDS DRY_RUN [--say]
 
-PARTS has a line a part: name, state, seconds and a remark between tabs. OUTPUT has tests.xml (JUnit, of ctest) and
-benchmark.jsonl where it came to that.
+PARTS has lines of name, state, seconds, limit and a remark between tabs; the last one of a name counts. OUTPUT has what
+it came to of tests.xml (JUnit, of ctest) and tests.log, benchmark.jsonl and benchmark_runs.jsonl.
 """
 import json
+import os
 import pathlib
 import re
 import sys
@@ -14,22 +15,33 @@ import xml.etree.ElementTree
 
 # What GoogleTest prints of one case; the reason of a skip stands in the lines before.
 CASE = re.compile(r"^\[ +(OK|FAILED|SKIPPED) +\] ([^\s,]+)(?:, .*)? \((\d+) ms\)$")
+BEGUN = re.compile(r"^\[ RUN +\] (\S+)$")
+# What ctest --verbose prints: all tests of a list, a line of one test's output, and how one ended.
+LISTED = re.compile(r"^ +Test +#\d+: (\S+)$")
+STARTED = re.compile(r"^ +Start +(\d+): (\S+)$")
+OUTPUT = re.compile(r"^(\d+): (.*)$")
+ENDED = re.compile(r"^ *\d+/\d+ Test +#(\d+): \S+ \.+(?: +|\*\*\*)(\D+?) +([\d.]+) sec")
 
 
 def read_parts(text):
-    names = ("name", "state", "seconds", "remark")
-    parts = [dict(zip(names, line.split("\t"))) for line in text.splitlines()]
-    for part in parts:
-        part["seconds"] = int(part["seconds"])
-    return parts
+    names = ("name", "state", "seconds", "limit", "remark")
+    parts = {}
+    for line in text.splitlines():
+        part = dict(zip(names, line.split("\t")))
+        parts[part["name"]] = {**part, "seconds": int(part["seconds"]), "limit": int(part["limit"])}
+    return list(parts.values())
 
 
 def cases_of(output):
-    """Cases of one program, with the reason of each that was skipped."""
-    cases, reason = [], ""
+    """Cases of one program, with the reason of each that was skipped. One without an end is cut off."""
+    cases, reason, begun = [], "", None
     for line in output.splitlines():
+        found = BEGUN.match(line.strip())
+        if found:
+            begun = found.group(1)
         found = CASE.match(line.strip())
         if found:
+            begun = None
             state, name, milliseconds = found.groups()
             case = {"name": name, "state": {"OK": "passed"}.get(state, state.lower()), "ms": int(milliseconds)}
             if state == "SKIPPED":
@@ -38,7 +50,35 @@ def cases_of(output):
             reason = ""
         elif line.strip() and not line.startswith("["):
             reason = line.strip()
+    if begun:
+        cases.append({"name": begun, "state": "cut off"})
     return cases
+
+
+def read_log(text):
+    """The programs that the log of ctest names, those first that it has begun: what there is before ctest has ended."""
+    listed, names, outputs, ends = [], {}, {}, {}
+    for line in text.splitlines():
+        if found := LISTED.match(line):
+            listed.append(found.group(1))
+        elif found := STARTED.match(line):
+            names[found.group(1)] = found.group(2)
+        elif found := ENDED.match(line):
+            ends[found.group(1)] = found.group(2, 3)
+        elif (found := OUTPUT.match(line)) and found.group(1) in names:
+            outputs.setdefault(found.group(1), []).append(found.group(2))
+    tests = []
+    for number, name in names.items():
+        end, seconds = ends.get(number, ("cut off", 0))
+        state = {"Passed": "passed", "Skipped": "skipped", "cut off": "cut off"}.get(end, "failed")
+        cases = cases_of("\n".join(outputs.get(number, [])))
+        tests.append({"name": name, "state": state, "seconds": float(seconds), "cases": cases})
+    return tests + not_begun(listed, tests)
+
+
+def not_begun(listed, tests):
+    known = {test["name"] for test in tests}
+    return [{"name": name, "state": "not run", "seconds": 0, "cases": []} for name in listed if name not in known]
 
 
 def read_tests(path):
@@ -63,16 +103,29 @@ def count(states):
 
 def results(parts, output, seconds, dry_run):
     found = {"dry_run": dry_run, "seconds": seconds, "parts": parts}
-    junit = output / "tests.xml"
-    if junit.exists():
-        tests = read_tests(junit)
+    junit, log = output / "tests.xml", output / "tests.log"
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    tests = read_tests(junit) if junit.exists() else read_log(text)
+    tests += not_begun([line.group(1) for line in map(LISTED.match, text.splitlines()) if line], tests)
+    if tests:
         found["tests"] = {
             "programs": count([test["state"] for test in tests]),
             "cases": count([case["state"] for test in tests for case in test["cases"]]),
             "each": tests,
         }
-    lines = (output / "benchmark.jsonl").read_text(encoding="utf-8").splitlines()
-    found["benchmark"] = [json.loads(line) for line in lines if line]
+    found["benchmark"] = read_lines(output / "benchmark.jsonl")
+    found["benchmark_runs"] = read_lines(output / "benchmark_runs.jsonl")
+    return found
+
+
+def read_lines(path):
+    """JSON a line. Of whoever was ended while writing the last one may be a part."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            pass
     return found
 
 
@@ -85,6 +138,8 @@ def summary(found):
         for case in test["cases"]:
             if case["state"] != "passed":
                 yield f"{test['name']}: {case['name']} {case['state']}{': ' * ('reason' in case)}{case.get('reason', '')}"
+        if test["state"] in ("not run", "cut off"):
+            yield f"{test['name']}: {test['state']}"
         if test["state"] == "failed" and not any(case["state"] == "failed" for case in test["cases"]):
             yield f"{test['name']}: failed outside of its cases"
     if "tests" in found:
@@ -95,7 +150,10 @@ def main():
     parts, output, seconds, dry_run, *say = sys.argv[1:]
     output = pathlib.Path(output)
     found = results(read_parts(pathlib.Path(parts).read_text(encoding="utf-8")), output, int(seconds), dry_run == "1")
-    (output / "results.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    # Whole at any time, whoever ends this.
+    written = output / "results.json.new"
+    written.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    os.replace(written, output / "results.json")
     for line in summary(found) if say else ():
         print(f"[gpu_check] {line}", file=sys.stderr)
 

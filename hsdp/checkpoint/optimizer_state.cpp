@@ -357,6 +357,13 @@ void prepare(const Group& group, const OptimizerStates& states, const RestoreOpt
   });
 }
 
+// Graphs that were recorded of steps go on from their own memory.
+void sync_states(const std::vector<Optimizer*>& optimizers) {
+  for (auto* optimizer : optimizers) {
+    if (auto* captured = dynamic_cast<CapturableStep*>(optimizer)) captured->sync_state();
+  }
+}
+
 void refuse_missing(const std::vector<std::string>& names) {
   constexpr size_t kShown = 10;
   std::string text;
@@ -369,6 +376,7 @@ void refuse_missing(const std::vector<std::string>& names) {
 
 OptimizerStates optimizer_states(const std::vector<Optimizer*>& optimizers, const ParameterNames& names) {
   constexpr auto kWhere = "optimizer_states";
+  sync_states(optimizers);
   OptimizerStates states;
   for (const auto& group : groups_of(kWhere, optimizers, names)) {
     with_kind_of(kWhere, *group.optimizer, [&]<class Kind>(const Kind&) { capture<Kind>(kWhere, group, states); });
@@ -378,6 +386,8 @@ OptimizerStates optimizer_states(const std::vector<Optimizer*>& optimizers, cons
 
 std::function<void()> prepare_optimizer_states(const std::vector<Optimizer*>& optimizers, const ParameterNames& names,
                                                const OptimizerStates& states, const RestoreOptions& options) {
+  // So that a count that is written is not taken for the one that the host knew.
+  sync_states(optimizers);
   Commits commits;
   std::vector<std::string> missing;
   for (const auto& group : groups_of(kRestore, optimizers, names)) {
@@ -385,8 +395,9 @@ std::function<void()> prepare_optimizer_states(const std::vector<Optimizer*>& op
                  [&]<class Kind>(const Kind&) { prepare<Kind>(group, states, options, missing, commits); });
   }
   if (!options.allow_missing && !missing.empty()) refuse_missing(missing);
-  return [commits = std::move(commits)] {
+  return [commits = std::move(commits), optimizers] {
     for (const auto& commit : commits) commit();
+    sync_states(optimizers);
   };
 }
 

@@ -46,9 +46,10 @@ struct RestoreOptions {
 };
 
 /// Each parameter's state becomes that of its entry (none where the entry has none), and the tensors are the entries'
-/// own. `prepare` checks all of it and changes nothing; what it returns does it, without errors, while optimizers and
-/// states live; `restore` is both. Throws ValueError for a parameter without entry, an entry of another kind, counts
-/// and tensors of other names than the kind has, and a group whose parameters come with different options.
+/// own; in CapturableStep::sync_state's manner where a graph has recorded steps. `prepare` checks all of it and changes
+/// nothing; what it returns does it while optimizers and states live, and throws only while a graph is captured;
+/// `restore` is both. Throws ValueError for a parameter without entry, an entry of another kind, counts and tensors of
+/// other names than the kind has, and a group whose parameters come with different options.
 std::function<void()> prepare_optimizer_states(const std::vector<torch::optim::Optimizer*>& optimizers,
                                                const ParameterNames& names, const OptimizerStates& states,
                                                const RestoreOptions& options);

@@ -47,6 +47,10 @@ void check_no_overlap(const at::Tensor& written, const at::Tensor& read, bool ma
 
 }  // namespace
 
+bool has_kernel(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
 Dtype dtype_of(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case at::kFloat:

@@ -12,9 +12,11 @@
 /// own, and by the ATen operators that serve all other devices.
 namespace hsdp::kernels {
 
-/// A reduced gradient on its way into place. Both tensors are contiguous, on one device and of as many elements, of
-/// dtype float, double, half or bfloat16 each. They do not overlap, unless they are the same elements in the same
-/// dtype.
+/// Whether these functions take tensors of this dtype: float, double, half or bfloat16.
+bool has_kernel(at::ScalarType dtype);
+
+/// A reduced gradient on its way into place. Both tensors are contiguous, on one device, of as many elements and of
+/// dtypes with a kernel. They do not overlap, unless they are the same elements in the same dtype.
 struct Landing {
   at::Tensor destination;
   at::Tensor source;

@@ -8,11 +8,16 @@
 namespace hsdp {
 namespace {
 
-bool is_active(c10::Device device) {
+uint64_t current_capture(c10::Device device) {
   const c10::cuda::OptionalCUDAGuard guard(device);
+  const auto stream = c10::cuda::getCurrentCUDAStream(device.index()).stream();
   auto status = cudaStreamCaptureStatusNone;
-  C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()).stream(), &status));
-  return status != cudaStreamCaptureStatusNone;
+  // The cheaper question first: it is asked in every step.
+  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  if (status == cudaStreamCaptureStatusNone) return 0;
+  unsigned long long id = 0;
+  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &id));
+  return id + 1;
 }
 
 void tolerate() {
@@ -21,7 +26,7 @@ void tolerate() {
 }
 
 [[maybe_unused]] const bool registered = [] {
-  dtensor::register_graph_capture(c10::kCUDA, {is_active, tolerate});
+  dtensor::register_graph_capture(c10::kCUDA, {current_capture, tolerate});
   return true;
 }();
 

@@ -1,5 +1,5 @@
 # cmake -DBUILD=<build folder> -DWORK=<folder> -DGENERATOR=.. -DCOMPILER=.. -DGLOO=<ON or OFF> -DTORCH=.. -DTORCH_VERSION=..
-#   -P check_install.cmake
+#   [-DEACH_HEADER=ON] -P check_install.cmake
 #
 # Installs the build, moves the installation, then configures, builds and runs the project in this folder against it.
 cmake_minimum_required(VERSION 3.25)
@@ -34,7 +34,8 @@ foreach(file IN LISTS package)
   endforeach()
 endforeach()
 
-run(${configure} -S "${CMAKE_CURRENT_LIST_DIR}" -B "${WORK}/build" -DCMAKE_PREFIX_PATH=${WORK}/moved)
+run(${configure} -S "${CMAKE_CURRENT_LIST_DIR}" -B "${WORK}/build" -DCMAKE_PREFIX_PATH=${WORK}/moved
+  "-DEACH_HEADER=${EACH_HEADER}")
 run("${CMAKE_COMMAND}" --build "${WORK}/build" --parallel 2)
 run("${WORK}/build/my_program")
 message(STATUS "${output}")

@@ -10,7 +10,7 @@
 #include "hsdp/launch/device.h"
 #include "tests/testing/multi_process.h"
 
-namespace {
+namespace activation_checkpoint_test {
 
 using namespace testing_support;
 using torch::Tensor;
@@ -288,4 +288,4 @@ INSTANTIATE_TEST_SUITE_P(Kinds, ActivationCheckpoint,
                                   std::to_string(std::get<0>(which.param)) + "Ranks";
                          });
 
-}  // namespace
+}  // namespace activation_checkpoint_test

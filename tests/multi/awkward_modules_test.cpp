@@ -12,7 +12,7 @@
 #include "hsdp/hsdp.h"
 #include "tests/testing/construction_parity.h"
 
-namespace {
+namespace awkward_modules_test {
 
 using namespace testing_support;
 
@@ -69,4 +69,4 @@ INSTANTIATE_TEST_SUITE_P(Ranks, Awkward,
                                   (*std::get<1>(which.param) ? "_Reshard" : "_Keep");
                          });
 
-}  // namespace
+}  // namespace awkward_modules_test

@@ -12,7 +12,7 @@
 #include "hsdp/hsdp.h"
 #include "tests/testing/multi_process.h"
 
-namespace {
+namespace call_signatures_test {
 
 using namespace testing_support;
 
@@ -135,4 +135,4 @@ TEST(Calls, OfStockContainers) {
   }
 }
 
-}  // namespace
+}  // namespace call_signatures_test

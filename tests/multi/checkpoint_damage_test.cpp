@@ -18,7 +18,7 @@
 #include "tests/testing/multi_process.h"
 #include "tests/testing/scratch_folder.h"
 
-namespace {
+namespace checkpoint_damage_test {
 
 namespace fs = std::filesystem;
 using namespace testing_support;
@@ -581,4 +581,4 @@ TEST(DamagedLargeFiles, NameTheTensor) {
   });
 }
 
-}  // namespace
+}  // namespace checkpoint_damage_test

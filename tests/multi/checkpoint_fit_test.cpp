@@ -15,7 +15,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/multi_process.h"
 
-namespace {
+namespace checkpoint_fit_test {
 
 using namespace testing_support;
 using dtensor::ValueError;
@@ -266,4 +266,4 @@ INSTANTIATE_TEST_SUITE_P(All, CheckpointDtypes,
                                            Conversion{"FloatToBFloat16", torch::kFloat, torch::kBFloat16}),
                          [](const auto& which) { return which.param.name; });
 
-}  // namespace
+}  // namespace checkpoint_fit_test

@@ -13,7 +13,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/habit.h"
 
-namespace {
+namespace checkpoint_function_test {
 
 using namespace testing_support;
 using torch::Tensor;
@@ -621,4 +621,4 @@ TEST_P(ShardedCheckpoint, StepsThatFailLeaveTheModelUsable) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, ShardedCheckpoint, ::testing::Values(1, 2));
 
-}  // namespace
+}  // namespace checkpoint_function_test

@@ -20,7 +20,7 @@
 #include "tests/testing/multi_process.h"
 #include "tests/testing/scratch_folder.h"
 
-namespace {
+namespace checkpoint_layouts_test {
 
 namespace fs = std::filesystem;
 using namespace testing_support;
@@ -368,4 +368,4 @@ TEST(CheckpointReplicas, ShareTheWorkEvenly) {
   }
 }
 
-}  // namespace
+}  // namespace checkpoint_layouts_test

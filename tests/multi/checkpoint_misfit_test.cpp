@@ -19,7 +19,7 @@
 #include "tests/testing/multi_process.h"
 #include "tests/testing/scratch_folder.h"
 
-namespace {
+namespace checkpoint_misfit_test {
 
 namespace fs = std::filesystem;
 using namespace testing_support;
@@ -522,4 +522,4 @@ const OwnFile kOwnFiles[] = {
 INSTANTIATE_TEST_SUITE_P(OwnFiles, RankFileThatDoesNotFit, ::testing::ValuesIn(kOwnFiles),
                          [](const auto& which) { return std::string(which.param.name); });
 
-}  // namespace
+}  // namespace checkpoint_misfit_test

@@ -19,7 +19,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/multi_process.h"
 
-namespace {
+namespace checkpoint_optimizers_test {
 
 using namespace testing_support;
 using torch::optim::Optimizer;
@@ -388,4 +388,4 @@ TEST(CheckpointOptimizer, OfAnotherKindIsRefused) {
   });
 }
 
-}  // namespace
+}  // namespace checkpoint_optimizers_test

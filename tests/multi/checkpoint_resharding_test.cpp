@@ -11,7 +11,7 @@
 #include "tests/testing/multi_process.h"
 #include "tests/testing/scratch_folder.h"
 
-namespace {
+namespace checkpoint_resharding_test {
 
 using testing_support::CheckpointRun;
 using testing_support::CheckpointRunOptions;
@@ -98,4 +98,4 @@ INSTANTIATE_TEST_SUITE_P(Saved, CheckpointResharding, testing::Values(Mesh{1}, M
                            return name;
                          });
 
-}  // namespace
+}  // namespace checkpoint_resharding_test

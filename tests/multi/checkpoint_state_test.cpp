@@ -19,7 +19,7 @@
 #include "tests/testing/multi_process.h"
 #include "tests/testing/scratch_folder.h"
 
-namespace {
+namespace checkpoint_state_test {
 
 using namespace testing_support;
 using torch::optim::ReduceLROnPlateauScheduler;
@@ -429,4 +429,4 @@ TEST(CheckpointOfAModel, WithASchedulerOrAScalerIsMore) {
   });
 }
 
-}  // namespace
+}  // namespace checkpoint_state_test

@@ -11,7 +11,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/multi_process.h"
 
-namespace {
+namespace checkpoint_units_test {
 
 using namespace testing_support;
 using torch::Tensor;
@@ -567,4 +567,4 @@ TEST_P(CheckpointedUnits, HooksAndGradientsOfActivationsInside) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, CheckpointedUnits, ::testing::Values(1, 2));
 
-}  // namespace
+}  // namespace checkpoint_units_test

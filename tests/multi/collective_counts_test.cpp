@@ -6,7 +6,7 @@
 #include "hsdp/hsdp.h"
 #include "tests/testing/multi_process.h"
 
-namespace {
+namespace collective_counts_test {
 
 using namespace testing_support;
 
@@ -150,4 +150,4 @@ TEST(CountsOfOneRank, NoCollectiveAtAll) {
   });
 }
 
-}  // namespace
+}  // namespace collective_counts_test

@@ -34,7 +34,7 @@ constexpr auto kVariable = "HSDP_DEBUG_COLLECTIVES";
 struct Run {
   const char* variable = "1";  // null: not set
   const char* backend = "staged";
-  std::chrono::milliseconds timeout{10000};
+  std::chrono::milliseconds timeout{60000};
 };
 
 using Body = std::function<void(RankContext&, hsdp::Environment&, c10d::Store&)>;
@@ -170,22 +170,24 @@ class MissingRank : public ::testing::TestWithParam<const char*> {};
 // A rank that computes alone, or is gone, is named with the call that it should have made.
 TEST_P(MissingRank, IsNamedWithTheCallItMisses) {
   const std::string backend = GetParam();
-  on_ranks(3, {.backend = GetParam(), .timeout = std::chrono::milliseconds(1500)},
+  on_ranks(3, {.backend = GetParam(), .timeout = std::chrono::seconds(5)},
            [&](RankContext& context, hsdp::Environment& environment, c10d::Store&) {
              auto& group = *environment.communicator();
              const auto one = torch::ones({1}, environment.device());
              sum_of(group, one.clone(), "tokens");
              if (context.rank() == 1) {
-               std::this_thread::sleep_for(std::chrono::seconds(3));
+               context.await("rank 0");
+               context.await("rank 2");
                const auto late = error_of([] { hsdp::shutdown(); });
                EXPECT_NE(late.find("rank 0 calls all_reduce \"loss\""), std::string::npos) << late;
+               context.tell("late");
                return;
              }
              const auto error = error_of([&] { sum_of(group, one.clone(), "loss"); });
              EXPECT_TRUE(error.starts_with("[all_reduce] loss, 4 bytes over " + backend + " group \"shard\" (rank " +
                                            std::to_string(context.rank()) + " of 3) failed after "))
                  << error;
-             EXPECT_NE(error.find("(timeout 1.5 s): rank 1 did not come to call 3 of this group, which is all_reduce "
+             EXPECT_NE(error.find("(timeout 5 s): rank 1 did not come to call 3 of this group, which is all_reduce "
                                   "\"loss\" of 4 bytes of Float"),
                        std::string::npos)
                  << error;
@@ -193,8 +195,9 @@ TEST_P(MissingRank, IsNamedWithTheCallItMisses) {
              const auto before = std::chrono::steady_clock::now();
              const auto again = error_of([] { hsdp::shutdown(); });
              EXPECT_NE(again.find("rank 1 did not come to call 3"), std::string::npos) << again;
-             EXPECT_LT(std::chrono::steady_clock::now() - before, std::chrono::seconds(1));
-             std::this_thread::sleep_for(std::chrono::seconds(2));
+             EXPECT_LT(std::chrono::steady_clock::now() - before, std::chrono::seconds(5));
+             context.tell("rank " + std::to_string(context.rank()));
+             context.await("late");
            });
 }
 
@@ -244,26 +247,28 @@ TEST(DebugCollectives, TellWhatAModelMeets) {
 }
 
 TEST(DebugCollectives, NeedOneValueOnAllRanks) {
-  const auto refused = [](const char* at_0, const char* at_1, const std::string& text, int rank) {
+  const auto refused = [](const char* at_0, const char* at_1, std::chrono::seconds timeout, const std::string& text) {
     run_ranks(2,
               [&](RankContext& context) {
                 auto store = c10::make_intrusive<c10d::FileStore>(context.directory() + "/store", 2);
                 const auto begin = [&] {
-                  start(context, {.variable = context.rank() == 0 ? at_0 : at_1, .timeout = std::chrono::seconds(2)},
-                        store);
+                  start(context, {.variable = context.rank() == 0 ? at_0 : at_1, .timeout = timeout}, store);
                 };
-                if (context.rank() == rank) {
+                if (context.rank() == 1) {
                   expect_error<dtensor::ValueError>(begin, text);
                 } else {
                   EXPECT_THROW(begin(), dtensor::Error);
                 }
-                std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+                context.tell("rank " + std::to_string(context.rank()));
+                context.await("rank " + std::to_string(1 - context.rank()));
               },
               {.make_environment = false});
   };
-  refused("1", "yes", "[init] environment variable HSDP_DEBUG_COLLECTIVES is 'yes', expected 0 or 1", 1);
-  refused("1", nullptr,
-          "[init] environment variable HSDP_DEBUG_COLLECTIVES is 0 on rank 1 and 1 on rank 0, expected one value", 1);
+  // Rank 0 waits in vain; in the second, rank 1 for what rank 0 has.
+  refused("1", "yes", std::chrono::seconds(1),
+          "[init] environment variable HSDP_DEBUG_COLLECTIVES is 'yes', expected 0 or 1");
+  refused("1", nullptr, std::chrono::seconds(10),
+          "[init] environment variable HSDP_DEBUG_COLLECTIVES is 0 on rank 1 and 1 on rank 0, expected one value");
 }
 
 }  // namespace

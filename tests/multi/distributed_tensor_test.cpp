@@ -10,7 +10,7 @@
 #include "hsdp/hsdp.h"
 #include "tests/testing/multi_process.h"
 
-namespace {
+namespace distributed_tensor_test {
 
 using namespace testing_support;
 using dtensor::DTensor;
@@ -163,4 +163,4 @@ TEST(Norms, InAnotherDtypeWithEmptyPartsToo) {
   });
 }
 
-}  // namespace
+}  // namespace distributed_tensor_test

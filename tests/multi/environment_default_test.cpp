@@ -6,7 +6,7 @@
 #include "tests/testing/modules.h"
 #include "tests/testing/multi_process.h"
 
-namespace {
+namespace environment_default_test {
 
 using namespace testing_support;
 
@@ -31,4 +31,4 @@ TEST(Seeds, OfRanksThatNeverSeededAreEqual) {
   });
 }
 
-}  // namespace
+}  // namespace environment_default_test

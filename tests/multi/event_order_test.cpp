@@ -14,10 +14,13 @@
 #include <vector>
 
 #include "dtensor/communicator.h"
+#include "dtensor/error.h"
+#include "dtensor/graph_capture.h"
 #include "hsdp/hsdp.h"
 #include "tests/testing/blocks.h"
+#include "tests/testing/expect.h"
 
-namespace {
+namespace event_order_test {
 
 using namespace testing_support;
 
@@ -358,6 +361,86 @@ TEST(Unsharding, AheadAndByHand) {
   });
 }
 
+// Which graph the host pretends to record.
+uint64_t capture = 0;
+void pretend_captures() {
+  dtensor::register_graph_capture(at::kCPU, {[](c10::Device) { return capture; }, nullptr});
+}
+
+TEST(Capture, GathersForItself) {
+  run_ranks(2, [](RankContext& context) {
+    pretend_captures();
+    Sharded sharded(context, {.reshard_after_forward = true});
+    const auto forward = [&] {
+      sharded.model->forward(inputs());
+      return sharded.trace.take();
+    };
+    const auto first = forward();
+    EXPECT_EQ(first, kFirstForward + " -root -2");
+    for (const uint64_t graph : {1, 2}) {
+      capture = graph;
+      EXPECT_EQ(forward(), kForward + " -root -2") << "graph " << graph;
+    }
+    // What stays gathered does so in one graph, not in the next, and not outside.
+    sharded.model.set_reshard_after_forward(false);
+    EXPECT_EQ(forward(), kForward);
+    EXPECT_EQ(forward(), "");
+    const std::string freed = "-root -0 -1 -2 ";
+    capture = 3;
+    EXPECT_EQ(forward(), freed + kForward);
+    // Ahead of a forward, in the same graph.
+    capture = 4;
+    auto ahead = sharded.model.unshard(/*async=*/true);
+    EXPECT_EQ(sharded.trace.take(), freed + "+root +0 +1 +2");
+    EXPECT_EQ(forward(), "");
+    ahead.wait();
+    capture = 0;
+    EXPECT_EQ(forward(), freed + kForward);
+  });
+}
+
+TEST(Capture, RefusesWhatIsOnItsWay) {
+  run_ranks(2, [](RankContext& context) {
+    pretend_captures();
+    Sharded sharded(context, {.reshard_after_forward = true});
+    const auto expected = sharded.model->forward(inputs());
+    for (int round = 0; round < 2; ++round) {
+      // Also between two graphs.
+      capture = static_cast<uint64_t>(round);
+      if (round == 1) sharded.model->forward(inputs());
+      capture = 0;
+      auto ahead = sharded.model.unshard(/*async=*/true);
+      sharded.trace.take();
+      capture = 10;
+      for (int call = 0; call < 2; ++call) {
+        expect_error<dtensor::StateError>(
+            [&] {
+              if (call == 0) sharded.model->forward(inputs());
+              if (call == 1) sharded.model.unshard();
+            },
+            "[all_gather] unit \"root\" is on its way since before this graph's capture",
+            "wait() for what unshard() returned");
+      }
+      EXPECT_EQ(sharded.trace.take(), "") << "nothing has changed";
+      capture = 0;
+      ahead.wait();
+      EXPECT_TRUE(sharded.model->forward(inputs()).equal(expected));
+    }
+    sharded.model.set_is_last_backward(false);
+    sharded.model->forward(inputs()).sum().backward();
+    capture = 11;
+    expect_error<dtensor::StateError>([&] { sharded.model->forward(inputs()); }, "[reduce_scatter] unit \"",
+                                      "is on its way since before this graph's capture",
+                                      "call set_is_last_backward(true) before the backward ahead of it");
+    capture = 0;
+    sharded.model.set_is_last_backward(true);
+    sharded.model->forward(inputs()).sum().backward();
+    capture = 12;
+    EXPECT_TRUE(sharded.model->forward(inputs()).equal(expected));
+    capture = 0;
+  });
+}
+
 TEST(Resharding, ByHandBetweenForwardAndBackward) {
   run_ranks(2, [](RankContext& context) {
     Sharded sharded(context, {.reshard_after_forward = false});
@@ -447,4 +530,4 @@ TEST(OneRank, GathersNothingAndReducesEachUnit) {
   });
 }
 
-}  // namespace
+}  // namespace event_order_test

@@ -19,7 +19,7 @@
 #include "tests/testing/leftovers.h"
 #include "tests/testing/multi_process.h"
 
-namespace {
+namespace failure_test {
 
 using testing_support::expect_error;
 using testing_support::failures_of_ranks;
@@ -37,9 +37,10 @@ using Widths = std::array<int64_t, kBlocks + 1>;
 constexpr Widths kUneven = {6, 31, 7, 300, 5};
 /// Gathers of different units cannot be told apart by their size.
 constexpr Widths kEven = {6, 6, 6, 6, 6};
-constexpr std::chrono::seconds kTimeout{5};
-/// What a rank may take beyond the timeout on a busy machine: the grace of a collective and the end of those in flight.
-constexpr std::chrono::seconds kMargin{3};
+constexpr std::chrono::seconds kTimeout{60};
+/// What a rank may take beyond the timeout: the grace of a collective and the end of those in flight, on a machine that
+/// does much else.
+constexpr std::chrono::seconds kMargin{60};
 
 const std::string kAdvice = "a rank failed, left, or did not make the same call: every rank must call it";
 
@@ -114,7 +115,7 @@ void expect_lost_ranks(RankContext& context, const std::string& operation, const
                                                " of 3\\): rank [0-9] calls "
                                                "(all_gather|reduce_scatter|barrier) \"(shutdown|blocks\\.[0-9])\""));
     EXPECT_THAT(text, ::testing::HasSubstr("every rank must call it"));
-    EXPECT_LT(seconds_since(start), std::chrono::duration<double>(kMargin).count());
+    EXPECT_LT(seconds_since(start), std::chrono::duration<double>(kTimeout).count());
     if (text.find("\"shutdown\"") != std::string::npos) {
       expect_error<dtensor::CommunicationError>([] { hsdp::shutdown(); }, "[barrier] shutdown, ", kAdvice);
     }
@@ -124,7 +125,7 @@ void expect_lost_ranks(RankContext& context, const std::string& operation, const
                                              "\\] blocks\\.[0-9], [0-9,]+ bytes over gloo group "
                                              "\"shard\" \\(rank " +
                                              rank + " of 3\\) failed after "));
-  EXPECT_THAT(text, ::testing::HasSubstr("(timeout 5 s): "));
+  EXPECT_THAT(text, ::testing::HasSubstr("(timeout 60 s): "));
   EXPECT_THAT(text, ::testing::EndsWith("; " + kAdvice));
   EXPECT_EQ(text.find('\n'), std::string::npos) << text;
   expect_error<dtensor::CommunicationError>([] { hsdp::shutdown(); }, "[barrier] shutdown, ", kAdvice);
@@ -307,4 +308,4 @@ TEST_F(Failure, AnotherNumberOfForwardsThroughUnitsOfOtherSizes) {
       options());
 }
 
-}  // namespace
+}  // namespace failure_test

@@ -8,7 +8,7 @@
 #include "hsdp/hsdp.h"
 #include "tests/testing/habit.h"
 
-namespace {
+namespace forward_habits_test {
 
 using namespace testing_support;
 
@@ -331,4 +331,4 @@ TEST_P(Habit, L2TermInsideTheForward) {
 INSTANTIATE_TEST_SUITE_P(Ranks, Habit, ::testing::Values(1, 3),
                          [](const auto& which) { return "Ranks_" + std::to_string(which.param); });
 
-}  // namespace
+}  // namespace forward_habits_test

@@ -225,7 +225,7 @@ class Peer : public ::testing::Environment {
     const auto result =
         run_process({.command = {HSDP_TORCH_PYTHON, HSDP_SOURCE_DIR "/tests/multi/fsdp2_peer.py", folder_},
                      .environment = {{"PYTHONDONTWRITEBYTECODE", "1"}},
-                     .timeout = std::chrono::seconds(400)});
+                     .timeout = std::chrono::seconds(1200)});
     if (result.exit_code != 0) failure_ = to_string(result);
   }
   void TearDown() override { fs::remove_all(folder_); }

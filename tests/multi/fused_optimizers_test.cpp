@@ -21,7 +21,7 @@
 #include "tests/testing/offline_mesh.h"
 #include "tests/testing/training_run.h"
 
-namespace {
+namespace fused_optimizers_test {
 
 using namespace testing_support;
 using dtensor::DTensor;
@@ -512,4 +512,4 @@ TEST_P(FusedOptimizer, GradientsThatDoNotFitAreRefused) {
 INSTANTIATE_TEST_SUITE_P(Ranks, FusedOptimizer, ::testing::Values(1, 3),
                          [](const auto& which) { return std::to_string(which.param); });
 
-}  // namespace
+}  // namespace fused_optimizers_test

@@ -8,7 +8,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/multi_process.h"
 
-namespace {
+namespace gloo_transport_test {
 
 using namespace dtensor;
 using hsdp::make_transport;
@@ -102,4 +102,4 @@ TEST(GlooTransportFailure, NamesTheUnit) {
       options);
 }
 
-}  // namespace
+}  // namespace gloo_transport_test

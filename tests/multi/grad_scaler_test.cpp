@@ -19,7 +19,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/training_run.h"
 
-namespace {
+namespace grad_scaler_test {
 
 using namespace testing_support;
 using dtensor::DTensor;
@@ -497,4 +497,4 @@ TEST(ScaledRanks, ARankWithoutGradientsTakesPart) {
   });
 }
 
-}  // namespace
+}  // namespace grad_scaler_test

@@ -12,7 +12,7 @@
 #include "tests/testing/blocks.h"
 #include "tests/testing/expect.h"
 
-namespace {
+namespace gradient_accumulation_test {
 
 using namespace testing_support;
 
@@ -65,67 +65,64 @@ TEST_P(Accumulation, CostsWhatTheSettingsSayAndGivesTheSum) {
   const int64_t iterations = replicas * shards == 4 ? 1 : 2;
   const std::vector<Waiting> waitings{
       {"none", {}, 0}, {"all", {"**"}, 4}, {"root", {"root"}, 1}, {"some", {"blocks.0", "blocks.2"}, 2}};
-  run_ranks(
-      static_cast<int>(replicas * shards),
-      [&](RankContext& context) {
-        use_doubles();
-        const Share share(context);
-        const auto mesh = mesh_of(context, sizes);
-        for (auto& setting : settings) {
-          for (bool keeps_gathered : {false, true}) {
-            for (bool scatters : {false, true}) {  // while waiting: reduce-scatter only, or no communication at all
-              if (scatters && replicas == 1) continue;
-              for (auto& waiting : waitings) {
-                SCOPED_TRACE("reshard after forward " + setting.name + (keeps_gathered ? ", kept gathered" : "") +
-                             ", " + waiting.name + (scatters ? " without all-reduce" : " without gradient sync"));
-                Twins<Blocks> twins(
-                    [] { return Blocks(3, kWidth); },
-                    {.mesh = mesh, .units = hsdp::each("blocks.*"), .reshard_after_forward = setting.reshard});
-                auto& model = twins.model;
-                torch::optim::SGD ours(twins.net->parameters(), 0.1), theirs(twins.plain->parameters(), 0.1);
-                {
-                  torch::NoGradGuard no_grad;
-                  model->forward(inputs(0, 0, 1));  // the first forward compares the replicas
-                  model.reshard();
-                }
-                for (int64_t iteration = 0; iteration < iterations; ++iteration) {
-                  twins.zero_grad();
-                  dtensor::reset_collective_counts();
-                  for (int64_t micro = 0; micro < kMicroBatches; ++micro) {
-                    const bool last = micro + 1 == kMicroBatches;
-                    for (auto& pattern : waiting.patterns) {
-                      const auto units = pattern == "**" ? model.units() : model.units(pattern);
-                      scatters ? units.set_requires_all_reduce(last) : units.set_requires_gradient_sync(last);
-                    }
-                    if (keeps_gathered) model.set_reshard_after_backward(last);
-                    sharded_backward(model, kMicroBatches * iteration + micro, share);
-                    plain_backward(*twins.plain, kMicroBatches * iteration + micro);
-                    for (auto& unit : model.core()->units()) {
-                      if (!unit->needs_gather()) continue;
-                      EXPECT_EQ(unit->is_gathered(), keeps_gathered && !last) << unit->name();
-                    }
-                  }
-                  const auto counts = dtensor::collective_counts();
-                  const auto backward = setting.backward_gathers;
-                  int64_t gathers = kMicroBatches * (kUnits + backward);
-                  // Kept from the first forward (where that keeps them) or backward on.
-                  if (keeps_gathered) gathers = kUnits + kMicroBatches * backward;
-                  const int64_t each_time = kMicroBatches * (kUnits - waiting.units) + waiting.units;
-                  EXPECT_EQ(counts.all_gathers, shards == 1 ? 0 : gathers);
-                  EXPECT_EQ(counts.reduce_scatters, shards == 1 ? 0 : scatters ? kMicroBatches * kUnits : each_time);
-                  EXPECT_EQ(counts.all_reduces, replicas == 1 ? 0 : each_time);
-                  twins.expect_equal_gradients(1e-12);
-                  ours.step();
-                  theirs.step();
-                  twins.expect_equal_parameters(1e-12);
-                }
-                if (::testing::Test::HasFailure()) return;
-              }
+  run_ranks(static_cast<int>(replicas * shards), [&](RankContext& context) {
+    use_doubles();
+    const Share share(context);
+    const auto mesh = mesh_of(context, sizes);
+    for (auto& setting : settings) {
+      for (bool keeps_gathered : {false, true}) {
+        for (bool scatters : {false, true}) {  // while waiting: reduce-scatter only, or no communication at all
+          if (scatters && replicas == 1) continue;
+          for (auto& waiting : waitings) {
+            SCOPED_TRACE("reshard after forward " + setting.name + (keeps_gathered ? ", kept gathered" : "") + ", " +
+                         waiting.name + (scatters ? " without all-reduce" : " without gradient sync"));
+            Twins<Blocks> twins(
+                [] { return Blocks(3, kWidth); },
+                {.mesh = mesh, .units = hsdp::each("blocks.*"), .reshard_after_forward = setting.reshard});
+            auto& model = twins.model;
+            torch::optim::SGD ours(twins.net->parameters(), 0.1), theirs(twins.plain->parameters(), 0.1);
+            {
+              torch::NoGradGuard no_grad;
+              model->forward(inputs(0, 0, 1));  // the first forward compares the replicas
+              model.reshard();
             }
+            for (int64_t iteration = 0; iteration < iterations; ++iteration) {
+              twins.zero_grad();
+              dtensor::reset_collective_counts();
+              for (int64_t micro = 0; micro < kMicroBatches; ++micro) {
+                const bool last = micro + 1 == kMicroBatches;
+                for (auto& pattern : waiting.patterns) {
+                  const auto units = pattern == "**" ? model.units() : model.units(pattern);
+                  scatters ? units.set_requires_all_reduce(last) : units.set_requires_gradient_sync(last);
+                }
+                if (keeps_gathered) model.set_reshard_after_backward(last);
+                sharded_backward(model, kMicroBatches * iteration + micro, share);
+                plain_backward(*twins.plain, kMicroBatches * iteration + micro);
+                for (auto& unit : model.core()->units()) {
+                  if (!unit->needs_gather()) continue;
+                  EXPECT_EQ(unit->is_gathered(), keeps_gathered && !last) << unit->name();
+                }
+              }
+              const auto counts = dtensor::collective_counts();
+              const auto backward = setting.backward_gathers;
+              int64_t gathers = kMicroBatches * (kUnits + backward);
+              // Kept from the first forward (where that keeps them) or backward on.
+              if (keeps_gathered) gathers = kUnits + kMicroBatches * backward;
+              const int64_t each_time = kMicroBatches * (kUnits - waiting.units) + waiting.units;
+              EXPECT_EQ(counts.all_gathers, shards == 1 ? 0 : gathers);
+              EXPECT_EQ(counts.reduce_scatters, shards == 1 ? 0 : scatters ? kMicroBatches * kUnits : each_time);
+              EXPECT_EQ(counts.all_reduces, replicas == 1 ? 0 : each_time);
+              twins.expect_equal_gradients(1e-12);
+              ours.step();
+              theirs.step();
+              twins.expect_equal_parameters(1e-12);
+            }
+            if (::testing::Test::HasFailure()) return;
           }
         }
-      },
-      {.timeout = std::chrono::seconds(120)});
+      }
+    }
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Meshes, Accumulation,
@@ -411,4 +408,4 @@ TEST(Unlike, FrozenParametersAndUnusedUnitsBetweenMicroBatches) {
   }
 }
 
-}  // namespace
+}  // namespace gradient_accumulation_test

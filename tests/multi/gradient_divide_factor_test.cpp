@@ -13,7 +13,7 @@
 #include "tests/testing/habit.h"
 #include "tests/testing/multi_process.h"
 
-namespace {
+namespace gradient_divide_factor_test {
 
 using namespace testing_support;
 using Optimizer = std::unique_ptr<torch::optim::Optimizer>;
@@ -208,4 +208,4 @@ TEST(DivideFactorThat, DiffersBetweenRanksIsAnErrorAtTheNextGather) {
   });
 }
 
-}  // namespace
+}  // namespace gradient_divide_factor_test

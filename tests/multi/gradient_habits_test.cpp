@@ -11,7 +11,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/training_run.h"
 
-namespace {
+namespace gradient_habits_test {
 
 using namespace testing_support;
 using Parameters = std::vector<torch::Tensor>;
@@ -312,4 +312,4 @@ TEST_P(GradientHabit, ReductionsOverSomeDimsAreRefused) {
 INSTANTIATE_TEST_SUITE_P(Ranks, GradientHabit, ::testing::Values(1, 3),
                          [](const auto& which) { return "Ranks_" + std::to_string(which.param); });
 
-}  // namespace
+}  // namespace gradient_habits_test

@@ -19,7 +19,7 @@
 #include "tests/testing/process.h"
 #include "tests/testing/train_program.h"
 
-namespace {
+namespace hsdp_checkpoint_tool_test {
 
 namespace fs = std::filesystem;
 using ::testing::AllOf;
@@ -355,4 +355,4 @@ TEST_F(HsdpCheckpoint, MistakesInTheCommandLine) {
   for (const char* command : {"inspect", "verify", "consolidate", "diff"}) EXPECT_THAT(help.out, HasSubstr(command));
 }
 
-}  // namespace
+}  // namespace hsdp_checkpoint_tool_test

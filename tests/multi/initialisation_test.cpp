@@ -8,7 +8,7 @@
 #include "tests/testing/modules.h"
 #include "tests/testing/multi_process.h"
 
-namespace {
+namespace initialisation_test {
 
 using namespace testing_support;
 
@@ -197,4 +197,4 @@ TEST(BottomUp, CallsGiveTheSameUnitsAndValues) {
   });
 }
 
-}  // namespace
+}  // namespace initialisation_test

@@ -9,7 +9,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/multi_process.h"
 
-namespace {
+namespace input_casting_test {
 
 using namespace testing_support;
 
@@ -100,4 +100,4 @@ TEST(Unsharding, ThatNobodyWaitsForEndsWithTheModel) {
   });
 }
 
-}  // namespace
+}  // namespace input_casting_test

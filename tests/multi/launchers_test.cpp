@@ -21,7 +21,7 @@
 #include "tests/testing/multi_process.h"
 #include "tests/testing/process.h"
 
-namespace {
+namespace launchers_test {
 
 namespace fs = std::filesystem;
 using ::testing::HasSubstr;
@@ -269,4 +269,4 @@ TEST_F(Launchers, ANodeThatCannotBeReachedEndsEveryRank) {
   }
 }
 
-}  // namespace
+}  // namespace launchers_test

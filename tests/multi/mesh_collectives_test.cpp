@@ -13,7 +13,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/multi_process.h"
 
-namespace {
+namespace mesh_collectives_test {
 
 using namespace testing_support;
 using dtensor::DeviceMesh;
@@ -202,4 +202,4 @@ TEST(GivenGroups, ThatCrossAreRefusedOnAllRanks) {
   });
 }
 
-}  // namespace
+}  // namespace mesh_collectives_test

@@ -12,7 +12,7 @@
 #include "hsdp/hsdp.h"
 #include "tests/testing/multi_process.h"
 
-namespace {
+namespace mesh_layouts_test {
 
 using namespace testing_support;
 using dtensor::DeviceMesh;
@@ -298,4 +298,4 @@ INSTANTIATE_TEST_SUITE_P(Meshes, MeshLayouts,
                            return name;
                          });
 
-}  // namespace
+}  // namespace mesh_layouts_test

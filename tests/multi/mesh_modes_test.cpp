@@ -17,7 +17,7 @@
 #include "tests/testing/parity.h"
 #include "tests/testing/small_transformer.h"
 
-namespace {
+namespace mesh_modes_test {
 
 using namespace testing_support;
 using dtensor::DTensor;
@@ -348,4 +348,4 @@ TEST(Options, ThatDoNotFitAreRefusedAndChangeNothing) {
   });
 }
 
-}  // namespace
+}  // namespace mesh_modes_test

@@ -13,7 +13,7 @@
 #include "tests/testing/multi_process.h"
 #include "tests/testing/weights_net.h"
 
-namespace {
+namespace mesh_weights_test {
 
 using namespace testing_support;
 
@@ -151,4 +151,4 @@ INSTANTIATE_TEST_SUITE_P(Meshes, MeshWeights,
                            return name + (which.param.dim == 0 ? "FirstDim" : "LastDim");
                          });
 
-}  // namespace
+}  // namespace mesh_weights_test

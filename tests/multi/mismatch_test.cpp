@@ -7,7 +7,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/multi_process.h"
 
-namespace {
+namespace mismatch_test {
 
 using namespace testing_support;
 
@@ -83,4 +83,4 @@ TEST(Mismatch, WhatOnlyOneRankKeepsOrPrintsChangesNothing) {
   });
 }
 
-}  // namespace
+}  // namespace mismatch_test

@@ -16,7 +16,7 @@
 #include "tests/testing/fake_communicator.h"
 #include "tests/testing/offline_mesh.h"
 
-namespace {
+namespace mixed_precision_test {
 
 using namespace testing_support;
 using dtensor::DTensor;
@@ -603,4 +603,4 @@ TEST(WholeWeights, AreThoseThatAreKept) {
   });
 }
 
-}  // namespace
+}  // namespace mixed_precision_test

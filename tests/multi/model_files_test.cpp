@@ -21,7 +21,7 @@
 #include "tests/testing/scratch_folder.h"
 #include "tests/testing/stored_files.h"
 
-namespace {
+namespace model_files_test {
 
 namespace fs = std::filesystem;
 using namespace testing_support;
@@ -276,10 +276,10 @@ TEST(ModelFilesMemory, IsThatOfTheShards) {
     EXPECT_LE(peak_of([&] { hsdp::load(model, folder.path()); }), shards + kSlack);
     // Over values that must stay until all others are there.
     EXPECT_LE(peak_of([&] { hsdp::load(model, folder.path()); }), shards + kSlack);
-    // One whole tensor at a time: what ranks send, what was gathered of it, and as it is in the file.
-    EXPECT_LE(peak_of([&] { hsdp::export_hf(model, folder / "same"); }), 3 * kLayer + kSlack);
-    EXPECT_LE(peak_of([&] { hsdp::export_hf(model, folder / "half", {.dtype = torch::kBFloat16}); }),
-              3 * kLayer + kSlack);
+    // One whole tensor at a time: what ranks send, what was gathered of it, and as it is in the file. Far from all, and
+    // some room for what the group's own thread might hold.
+    EXPECT_LE(peak_of([&] { hsdp::export_hf(model, folder / "same"); }), 5 * kLayer);
+    EXPECT_LE(peak_of([&] { hsdp::export_hf(model, folder / "half", {.dtype = torch::kBFloat16}); }), 5 * kLayer);
   });
   // Not all of them are numbers.
   auto values = values_in(folder / "same");
@@ -288,4 +288,4 @@ TEST(ModelFilesMemory, IsThatOfTheShards) {
   }
 }
 
-}  // namespace
+}  // namespace model_files_test

@@ -13,7 +13,7 @@
 #include "tests/testing/multi_process.h"
 #include "tests/testing/parity.h"
 
-namespace {
+namespace module_habits_test {
 
 using namespace testing_support;
 
@@ -377,4 +377,4 @@ TEST_P(Whole, GradientsReducedByHand) {
 INSTANTIATE_TEST_SUITE_P(Ranks, Whole, ::testing::Values(1, 3),
                          [](const auto& which) { return "Ranks_" + std::to_string(which.param); });
 
-}  // namespace
+}  // namespace module_habits_test

@@ -13,7 +13,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/training_run.h"
 
-namespace {
+namespace open_scope_test {
 
 using namespace testing_support;
 using Parameters = std::vector<torch::Tensor>;
@@ -347,4 +347,4 @@ TEST_P(OpenScope, WholeStateFromAnOpenScopeIsRefusedOutside) {
 INSTANTIATE_TEST_SUITE_P(Ranks, OpenScope, ::testing::Values(1, 3),
                          [](const auto& which) { return "Ranks_" + std::to_string(which.param); });
 
-}  // namespace
+}  // namespace open_scope_test

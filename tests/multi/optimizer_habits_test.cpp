@@ -16,7 +16,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/training_run.h"
 
-namespace {
+namespace optimizer_habits_test {
 
 using namespace testing_support;
 using Parameters = std::vector<torch::Tensor>;
@@ -511,4 +511,4 @@ TEST_P(OptimizerHabit, OrthogonalisedUpdatesAreRefused) {
 INSTANTIATE_TEST_SUITE_P(Ranks, OptimizerHabit, ::testing::Values(1, 3),
                          [](const auto& which) { return "Ranks_" + std::to_string(which.param); });
 
-}  // namespace
+}  // namespace optimizer_habits_test

@@ -16,7 +16,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/training_run.h"
 
-namespace {
+namespace optimizer_in_backward_test {
 
 using namespace testing_support;
 using torch::optim::AdamWOptions;
@@ -191,4 +191,4 @@ TEST(OptimizerInBackward, APartOfALargerModuleIsRefused) {
   });
 }
 
-}  // namespace
+}  // namespace optimizer_in_backward_test

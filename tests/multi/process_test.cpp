@@ -17,7 +17,7 @@
 
 #include "tests/testing/leftovers.h"
 
-namespace {
+namespace process_test {
 
 using ::testing::HasSubstr;
 using testing_support::Leftovers;
@@ -74,15 +74,15 @@ TEST(RunProcess, TellsSignalsAndProgramsThatAreNotThere) {
 TEST(RunProcess, EndsTheGroupAtTheTimeout) {
   const Leftovers leftovers;
   const auto start = std::chrono::steady_clock::now();
-  auto polite = shell("sleep 60 & wait"), stubborn = shell("trap '' TERM; echo started; while :; do sleep 0.1; done");
-  polite.timeout = stubborn.timeout = std::chrono::milliseconds(500);
+  auto polite = shell("sleep 600 & wait"), stubborn = shell("trap '' TERM; echo started; while :; do sleep 0.1; done");
+  polite.timeout = stubborn.timeout = std::chrono::seconds(3);  // until the trap is set
   const auto results = run_processes({polite, stubborn});
   EXPECT_TRUE(results[0].timed_out);
   EXPECT_EQ(results[0].signal, SIGTERM);
   EXPECT_TRUE(results[1].timed_out);
   EXPECT_EQ(results[1].signal, SIGKILL);
   EXPECT_EQ(results[1].out, "started\n");
-  EXPECT_LT(seconds_since(start), 10);
+  EXPECT_LT(seconds_since(start), 300) << "what was started in the group was waited for";
   EXPECT_EQ(leftovers.describe(), "");
 }
 
@@ -98,24 +98,25 @@ TEST(LeftoversOfARun, AreNamed) {
   const Leftovers leftovers;
   EXPECT_EQ(leftovers.describe(), "");
 
+  constexpr std::chrono::seconds patience{1};  // for what stays
   const std::string folder = std::getenv("TMPDIR");
   std::ofstream(folder + "/forgotten") << "x";
-  EXPECT_EQ(leftovers.describe(), "left behind: " + folder + "/forgotten\n");
+  EXPECT_EQ(leftovers.describe(patience), "left behind: " + folder + "/forgotten\n");
   std::filesystem::remove(folder + "/forgotten");
 
   const int memory = shm_open(name.c_str(), O_CREAT | O_RDWR, 0600);
   ASSERT_GE(memory, 0);
   close(memory);
-  EXPECT_EQ(leftovers.describe(), "left behind: /dev/shm" + name + "\n");
+  EXPECT_EQ(leftovers.describe(patience), "left behind: /dev/shm" + name + "\n");
   shm_unlink(name.c_str());
 
   // An orphan in a session of its own, where the end of the group does not reach it.
   const auto result = run_process(shell("setsid --wait sh -c 'sleep 60 >/dev/null 2>&1 & echo $!'; :"));
-  EXPECT_EQ(leftovers.describe(), "a child process still runs\n");
+  EXPECT_EQ(leftovers.describe(patience), "a child process still runs\n");
   const pid_t orphan = std::stoi(result.out);
   kill(orphan, SIGKILL);
   waitpid(orphan, nullptr, 0);
   EXPECT_EQ(leftovers.describe(), "");
 }
 
-}  // namespace
+}  // namespace process_test

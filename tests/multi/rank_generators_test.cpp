@@ -18,7 +18,7 @@
 #include "tests/testing/modules.h"
 #include "tests/testing/multi_process.h"
 
-namespace {
+namespace rank_generators_test {
 
 using namespace testing_support;
 
@@ -502,4 +502,4 @@ TEST_P(DamagedGeneratorStates, AreRefusedAndNothingHasChanged) {
   });
 }
 
-}  // namespace
+}  // namespace rank_generators_test

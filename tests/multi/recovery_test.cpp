@@ -11,7 +11,7 @@
 #include "hsdp/transport.h"
 #include "tests/testing/multi_process.h"
 
-namespace {
+namespace recovery_test {
 
 using namespace testing_support;
 
@@ -174,4 +174,4 @@ INSTANTIATE_TEST_SUITE_P(Everywhere, Recovery,
                            return name;
                          });
 
-}  // namespace
+}  // namespace recovery_test

@@ -12,7 +12,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/habit.h"
 
-namespace {
+namespace refused_habits_test {
 
 using namespace testing_support;
 
@@ -544,4 +544,4 @@ TEST(Lifetimes, HandlesAreCopiedMovedAndKeptInContainers) {
   });
 }
 
-}  // namespace
+}  // namespace refused_habits_test

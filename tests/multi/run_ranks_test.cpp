@@ -14,7 +14,7 @@
 
 #include "tests/testing/multi_process.h"
 
-namespace {
+namespace run_ranks_test {
 
 using ::testing::HasSubstr;
 using testing_support::RankContext;
@@ -70,4 +70,4 @@ TEST(RunRanks, LeavesNothingBehind) {
   EXPECT_EQ(errno, ECHILD);
 }
 
-}  // namespace
+}  // namespace run_ranks_test

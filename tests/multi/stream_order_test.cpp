@@ -1,5 +1,6 @@
 // Whole training steps on the recorded device: streams, events, groups and lifetimes are right whatever the speeds of
 // device and host, and what is left out of them is found.
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -16,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "dtensor/collective_watch.h"
 #include "dtensor/error.h"
 #include "hsdp/hsdp.h"
 #include "hsdp/optimizer_in_backward.h"
@@ -470,10 +472,12 @@ void expect_every_mistake_found(const Case& c, const StreamLog& all) {
 
 // ---- all of it, for each setting ----
 
-/// A run takes seconds, on a machine that does much else at once many of them.
+/// A run takes seconds, on a machine that does much else at once many of them; and the others wait while rank 0 alone
+/// looks for mistakes.
 RunOptions patient() {
   RunOptions options;
-  options.timeout = std::chrono::seconds(300);
+  options.timeout = std::chrono::seconds(600);
+  options.communication_timeout = std::chrono::seconds(300);
   return options;
 }
 
@@ -556,9 +560,46 @@ TEST(Time, AHostThatSeesEventsCompleteLateIsHeldUpNotWrong) {
       patient());
 }
 
+// The watch looks at collectives in their order, so that it has left the first one alone when it reports the second.
+TEST(Time, ACollectiveThatHasEndedIsNotReportedWhenItsTimeIsOver) {
+  run_ranks(1,
+            [](RankContext&) {
+              const c10::Device device(c10::DeviceType::PrivateUse1, 0);
+              const auto stream = c10::impl::VirtualGuardImpl(device.type()).getNewStream(device);
+              dtensor::CollectiveWatch watch(std::make_shared<const dtensor::Group>(
+                  dtensor::Group{"recorded", "alone", 0, 1, std::chrono::milliseconds(300), device}));
+              const auto start = [&](const char* subject) {
+                recorder::add({.kind = Logged::collective, .name = subject, .stream = recorder::name_of(stream)});
+                auto done = std::make_shared<c10::Event>(device.type());
+                done->record(stream);
+                watch.started({"all_gather", subject, 8, 1}, std::move(done));
+              };
+              ::testing::internal::CaptureStderr();
+              start("one that ends");
+              // Of those that start between two looks, which come every 20 ms, the last one stands for all.
+              std::this_thread::sleep_for(std::chrono::milliseconds(200));
+              recorded::stall(stream);
+              start("one that does not");
+              std::string error;
+              for (const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+                   error.empty() && std::chrono::steady_clock::now() < end;) {
+                std::this_thread::sleep_for(std::chrono::milliseconds(20));
+                try {
+                  watch.check();
+                } catch (const dtensor::CommunicationError& failure) {
+                  error = failure.what();
+                }
+              }
+              EXPECT_THAT(error, HasSubstr("[all_gather] one that does not, 8 bytes over recorded group"));
+              EXPECT_THAT(::testing::internal::GetCapturedStderr(), ::testing::Not(HasSubstr("one that ends")));
+              recorded::resume();
+            },
+            {.make_environment = false});
+}
+
 TEST(Time, ACollectiveThatNeverEndsIsReportedWithUnitBytesAndRank) {
   RunOptions options;
-  options.communication_timeout = std::chrono::seconds(2);
+  options.communication_timeout = std::chrono::seconds(10);
   options.killed = {2};  // no such rank: the two that there are end without meeting again
   run_on_device(
       2,
@@ -583,7 +624,7 @@ TEST(Time, ACollectiveThatNeverEndsIsReportedWithUnitBytesAndRank) {
         EXPECT_GT(forwards, 0);
         const auto names_it = ::testing::AllOf(HasSubstr("[all_gather]"), HasSubstr("bytes over recorded group"),
                                                HasSubstr("(rank " + std::to_string(context.rank()) + " of 2)"),
-                                               HasSubstr("(timeout 2 s): it has not ended on the device"));
+                                               HasSubstr("(timeout 10 s): it has not ended on the device"));
         // Once to whoever looks at the screen, should the host be held up in a call to the device, and then to the
         // host.
         EXPECT_THAT(::testing::internal::GetCapturedStderr(), names_it);

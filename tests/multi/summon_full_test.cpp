@@ -11,7 +11,7 @@
 #include "tests/testing/multi_process.h"
 #include "tests/testing/parity.h"
 
-namespace {
+namespace summon_full_test {
 
 using namespace testing_support;
 
@@ -279,4 +279,4 @@ TEST_P(Summoned, OpenedBeforeThereAreValues) {
 INSTANTIATE_TEST_SUITE_P(Ranks, Summoned, ::testing::Values(1, 3),
                          [](const auto& which) { return "Ranks_" + std::to_string(which.param); });
 
-}  // namespace
+}  // namespace summon_full_test

@@ -16,7 +16,7 @@
 #include "tests/testing/blocks.h"
 #include "tests/testing/expect.h"
 
-namespace {
+namespace unit_options_test {
 
 using namespace testing_support;
 using dtensor::DTensor;
@@ -826,4 +826,4 @@ TEST(DataParallel, GivesTheBitsOfReplicasWhoseGradientsAreAllReduced) {
   });
 }
 
-}  // namespace
+}  // namespace unit_options_test

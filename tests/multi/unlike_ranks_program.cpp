@@ -69,7 +69,7 @@ int train(const hsdp::Environment& env, const std::string& habit) {
 
 int main(int, char** arguments) {
   const std::string habit = arguments[1];
-  const auto env = hsdp::init({.backend = "gloo", .timeout = std::chrono::seconds(3)});
+  const auto env = hsdp::init({.backend = "gloo", .timeout = std::chrono::seconds(400)});
   if (habit == "uncaught" && env.rank() == 1) return train(env, "throw");
   try {
     return train(env, habit);

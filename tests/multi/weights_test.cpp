@@ -19,7 +19,7 @@
 #include "tests/testing/multi_process.h"
 #include "tests/testing/weights_net.h"
 
-namespace {
+namespace weights_test {
 
 using namespace testing_support;
 namespace fs = std::filesystem;
@@ -349,4 +349,4 @@ TEST_P(Weights, WhatOneRankMeetsAllRanksThrow) {
 INSTANTIATE_TEST_SUITE_P(Ranks, Weights, ::testing::Values(1, 3),
                          [](const auto& which) { return "Ranks_" + std::to_string(which.param); });
 
-}  // namespace
+}  // namespace weights_test

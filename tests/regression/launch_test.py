@@ -24,10 +24,15 @@ echo "rank ${RANK-$SLURM_PROCID} of ${WORLD_SIZE-$SLURM_NTASKS}, local $LOCAL_RA
 echo "meets at $MASTER_ADDR:$MASTER_PORT" >&2
 echo "threads $OMP_NUM_THREADS, GPUs '$CUDA_VISIBLE_DEVICES', case '$CASE', place $(pwd)"
 """
+# The other rank has spoken by the time at which one fails; each run has a HOME of its own.
 FAILING = """#!/bin/sh
 rank=${RANK-$SLURM_PROCID}
 echo "rank $rank works"
-[ "$rank" = 1 ] && { echo "rank 1 is broken" >&2; exit 3; }
+[ "$rank" = 0 ] && : > "$HOME/works"
+[ "$rank" = 1 ] && {
+  until [ -e "$HOME/works" ]; do sleep 0.02; done
+  echo "rank 1 is broken" >&2; exit 3
+}
 exec sleep 600
 """
 # Starts its tasks, replaces %t and %%, and ends them when one fails, as the real one does with --kill-on-bad-exit.
@@ -149,7 +154,7 @@ class Direct(WithFolder):
 
     def test_of_ranks_that_hang_one_tells(self):
         program = '#!/bin/sh\necho rank $RANK\n[ "$RANK" = 0 ] || sleep 600\n'
-        outcome, found, _ = self.run_ranks(self.launcher(None), program, timeout=1)
+        outcome, found, _ = self.run_ranks(self.launcher(None), program, timeout=5)
         self.assertEqual((outcome.timed_out, found.failing_rank), (True, None))
         self.assertEqual(last_lines(found.telling_log), ["rank 1"])
 
@@ -272,7 +277,7 @@ class Srun(WithFolder):
 
     def test_tasks_that_hang_are_ended(self):
         program = "#!/bin/sh\necho $SLURM_PROCID; sleep 600\n"
-        outcome, found, _ = self.run_ranks(self.launcher("srun"), program, timeout=3)
+        outcome, found, _ = self.run_ranks(self.launcher("srun"), program, timeout=10)
         self.assertEqual((outcome.timed_out, found.failing_rank), (True, None))
         self.assertEqual(last_lines(found.telling_log), ["0"])
 

@@ -36,6 +36,14 @@ TRAIN = """
             sys.exit("not yet")
     if settings.get("fake.exit") and rank == int(os.environ["WORLD_SIZE"]) - 1:
         sys.exit(int(settings["fake.exit"]))
+    if settings.get("fake.meet") and rank == 0:  # waits for the other run
+        pathlib.Path(settings["fake.meet"], str(os.getpid())).touch()
+        for _ in range(2400):
+            if len(os.listdir(settings["fake.meet"])) == 2:
+                break
+            time.sleep(0.1)
+        else:
+            sys.exit("nobody came")
     if settings.get("fake.sleep"):
         time.sleep(float(settings["fake.sleep"]))
     if rank > 0:
@@ -111,7 +119,7 @@ class Regress(unittest.TestCase):
         return os.environ | {"HSDP_PYTHON": sys.executable, "NO_COLOR": "1"}
 
     def regress(self, text, *arguments, **more):
-        done = subprocess.run(self.command(text, *arguments, **more), capture_output=True, text=True, timeout=100,
+        done = subprocess.run(self.command(text, *arguments, **more), capture_output=True, text=True, timeout=300,
                               env=self.environment(), check=False)
         self.output = done.stdout + done.stderr
         return done.returncode
@@ -326,11 +334,12 @@ class Regress(unittest.TestCase):
         self.assertIn("GPU-00", self.reason("one"))
 
     def test_two_runners_share_the_gpus(self):
+        (self.folder / "meet").mkdir()
         with unittest.mock.patch.dict(os.environ, self.gpus()):
-            command = self.command(self.cases("name: one, ranks: 2, set: {fake.sleep: 5}"), device="cuda")
+            command = self.command(self.cases(f"name: one, ranks: 2, set: {{fake.meet: {self.folder}/meet}}"), device="cuda")
             started = [subprocess.Popen([f"{word}{number}" if word.endswith("/out") else word for word in command],
                                         env=self.environment(), stdout=subprocess.DEVNULL) for number in (1, 2)]
-            self.assertEqual([process.wait(timeout=100) for process in started], [0, 0])
+            self.assertEqual([process.wait(timeout=300) for process in started], [0, 0])
         self.assertEqual(sorted(self.seen_gpus("out1", "one") + self.seen_gpus("out2", "one")), ["GPU-00", "GPU-11", "GPU-22", "GPU-33"])
 
     def test_programs_of_tests(self):
@@ -368,17 +377,16 @@ class Regress(unittest.TestCase):
         self.assertEqual(sorted(seen), ["a", "b", "c", "d"])
 
     def test_interrupted(self):
-        process = subprocess.Popen(self.command(self.cases("name: one", 'name: two, ranks: 2, set: {fake.sleep: 60}', "name: three")),
+        process = subprocess.Popen(self.command(self.cases("name: one", 'name: two, ranks: 2, set: {fake.sleep: 600}', "name: three")),
                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=self.environment())
-        log = None
-        for _ in range(300):
-            log = next(self.folder.glob("out/*/cases/two/run-1/rank-1.log"), None)
-            if log and log.read_text():
+        for _ in range(2400):
+            logs = {log.name for log in self.folder.glob("out/*/cases/two/run-1/rank-?.log") if log.read_text().count("\n") >= 2}
+            if len(logs) == 2:
                 break
             time.sleep(0.1)
-        self.assertIsNotNone(log)
+        self.assertEqual(len(logs), 2)
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=300)
         self.assertEqual(process.returncode, 1, output)
         self.assertEqual({name: case["status"] for name, case in self.results().items()},
                          {"one": "passed", "two": "failed", "three": "left_out"})

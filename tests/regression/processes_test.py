@@ -64,7 +64,7 @@ class WithFolder(unittest.TestCase):
         self.addCleanup(self.contexts.close)
         self.folder = pathlib.Path(self.contexts.enter_context(tempfile.TemporaryDirectory()))
         # No test has a leftover that goes away by itself later than this.
-        self.contexts.enter_context(mock.patch.object(processes, "SETTLE_SECONDS", 0.5))
+        self.contexts.enter_context(mock.patch.object(processes, "SETTLE_SECONDS", 2))
 
     def spec(self, code, name="rank"):
         """A process that runs Python `code`, in the test's folder."""
@@ -182,7 +182,7 @@ class Endings(WithFolder):
         self.assertEqual((outcome.failed_first, outcome.stopped, outcome.timed_out), (1, [0], False))
 
     def test_time_limit(self):
-        outcome = self.run_codes(f"import time; time.sleep({FOR_EVER})", "pass", timeout=0.5)
+        outcome = self.run_codes(f"import time; time.sleep({FOR_EVER})", "pass", timeout=5)
         self.assertEqual(outcome.exit_codes, [-signal.SIGTERM, 0])
         self.assertEqual((outcome.failed_first, outcome.stopped, outcome.timed_out), (None, [0], True))
         self.assertEqual(outcome.leftovers, [])

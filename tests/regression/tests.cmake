@@ -28,23 +28,24 @@ endfunction()
 foreach(name
   charts checks console devices environment goldens history launch listing listing_refusals lists main processes
   report_page reports selection)
-  hsdp_add_regression_test(${name} unit 600)
+  hsdp_add_regression_test(${name} unit 1800)
 endforeach()
 
 # They look for what a run leaves in /dev/shm, where one of them leaves something on purpose.
 set_tests_properties(unit.regression_launch unit.regression_main unit.regression_processes PROPERTIES
   RESOURCE_LOCK shared_memory)
+set_tests_properties(unit.regression_processes PROPERTIES RUN_SERIAL ON)
 
 # They start ranks over Gloo.
 if(HSDP_WITH_GLOO)
-  hsdp_add_regression_test(mistakes multi 600)
+  hsdp_add_regression_test(mistakes multi 1800)
   foreach(list cpu nightly)
     add_test(NAME multi.regression_${list} COMMAND
       "${CMAKE_COMMAND}" -E env "HSDP_PYTHON=${python}" "${PROJECT_SOURCE_DIR}/tools/regress"
       "${CMAKE_CURRENT_SOURCE_DIR}/regression/${list}.yaml" --device cpu --build "${PROJECT_BINARY_DIR}"
       --out "${CMAKE_CURRENT_BINARY_DIR}/regression/${list}")
   endforeach()
-  set_tests_properties(multi.regression_cpu PROPERTIES LABELS multi TIMEOUT 480)
+  set_tests_properties(multi.regression_cpu PROPERTIES LABELS multi TIMEOUT 1800)
   set_tests_properties(multi.regression_nightly PROPERTIES LABELS "multi;nightly" TIMEOUT 7200)
   set_tests_properties(multi.regression_cpu multi.regression_nightly multi.regression_mistakes PROPERTIES
     PROCESSORS 2 RESOURCE_LOCK shared_memory)

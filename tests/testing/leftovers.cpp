@@ -23,10 +23,10 @@ std::set<std::string> entries(const fs::path& folder) {
   return names;
 }
 
-/// Asks until the answer is empty or a second has passed.
+/// Asks until the answer is empty or the time has passed.
 template <class F>
-std::string settled(const F& ask) {
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+std::string settled(std::chrono::seconds patience, const F& ask) {
+  const auto deadline = std::chrono::steady_clock::now() + patience;
   while (true) {
     const std::string answer = ask();
     if (answer.empty() || std::chrono::steady_clock::now() > deadline) return answer;
@@ -68,8 +68,8 @@ Leftovers::~Leftovers() {
   fs::remove_all(folder_, ignored);
 }
 
-std::string Leftovers::describe() const {
-  return settled(living_child) + settled([this] {
+std::string Leftovers::describe(std::chrono::seconds patience) const {
+  return settled(patience, living_child) + settled(patience, [this] {
            std::string text;
            for (const auto& name : entries(folder_)) text += "left behind: " + name + "\n";
            for (const auto& name : entries("/dev/shm")) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <set>
 #include <string>
 
@@ -15,8 +16,8 @@ class Leftovers {
   Leftovers& operator=(const Leftovers&) = delete;
 
   /// A line for living child processes, one for each file in the temporary folder, and one for each that is new in
-  /// /dev/shm; empty when there are none. What ends or vanishes by itself within a second is not left behind.
-  std::string describe() const;
+  /// /dev/shm; empty when there are none. What ends or vanishes by itself within `patience` is not left behind.
+  std::string describe(std::chrono::seconds patience = std::chrono::seconds(20)) const;
 
  private:
   std::string folder_, former_tmpdir_;

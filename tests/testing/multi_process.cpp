@@ -19,7 +19,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
+#include <random>
 #include <stdexcept>
+#include <thread>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <vector>
@@ -29,6 +32,16 @@ namespace testing_support {
 hsdp::Environment& RankContext::environment() {
   TORCH_INTERNAL_ASSERT(environment_, "this run was asked to make no environment");
   return *environment_;
+}
+
+void RankContext::tell(const std::string& word) const { std::ofstream(directory_ + "/told-" + word) << word; }
+
+void RankContext::await(const std::string& word) const {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(4);
+  while (!std::filesystem::exists(directory_ + "/told-" + word)) {
+    if (std::chrono::steady_clock::now() > deadline) throw std::runtime_error("no rank has told \"" + word + "\"");
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
 }
 
 void RankContext::kill_self() {
@@ -64,18 +77,22 @@ class TemporaryDirectory {
   std::string path_;
 };
 
-/// A listening socket on a port that the kernel chose. The server takes the socket itself over, so that nobody can take
-/// the port in between.
+/// A listening socket on one port, or on one that the kernel chose. The server takes the socket itself over, so that
+/// nobody can take the port in between.
 class Listener {
  public:
-  Listener() : socket_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+  explicit Listener(uint16_t port = 0) : socket_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
     if (socket_ < 0) fail_system("socket");
     sockaddr_in address{};
     address.sin_family = AF_INET;
+    address.sin_port = htons(port);
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     socklen_t length = sizeof(address);
     auto* generic = reinterpret_cast<sockaddr*>(&address);
     if (bind(socket_, generic, length) || listen(socket_, 128) || getsockname(socket_, generic, &length)) {
+      const int error = errno;
+      close_socket();
+      errno = error;
       fail_system("listen on a free port");
     }
     port_ = ntohs(address.sin_port);
@@ -292,6 +309,22 @@ std::string failures_of_ranks(int world_size, const std::function<void(RankConte
   return failures;
 }
 
-int free_port() { return Listener().port(); }
+int free_port() {
+  // What the kernel chooses it also gives to any connection of another program before the port is listened on.
+  int low = 32768, high = 60999;
+  std::ifstream("/proc/sys/net/ipv4/ip_local_port_range") >> low >> high;
+  static std::mt19937 random{std::random_device()()};
+  for (int i = 0; i < 200; ++i) {
+    // Above those that are computed from a Slurm job's number.
+    const int port = std::uniform_int_distribution(25000, 31999)(random);
+    if ((low <= port && port <= high) || port == 29400 || port == 29500) continue;
+    try {
+      return Listener(static_cast<uint16_t>(port)).port();
+    } catch (const std::runtime_error&) {
+      // Somebody listens there.
+    }
+  }
+  return Listener().port();
+}
 
 }  // namespace testing_support

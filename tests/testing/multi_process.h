@@ -22,6 +22,10 @@ class RankContext {
   const std::string& directory() const { return directory_; }
   /// The rank's environment over Gloo. Asserts when the run was asked not to make one.
   hsdp::Environment& environment();
+  /// A word among the ranks: await() returns once one of them has told it, and throws std::runtime_error where nobody
+  /// has after four minutes, which is less than a run may take.
+  void tell(const std::string& word) const;
+  void await(const std::string& word) const;
   /// Ends this process the way a crash or the kernel would: without a goodbye to the others.
   [[noreturn]] void kill_self();
 
@@ -35,9 +39,9 @@ class RankContext {
 
 struct RunOptions {
   /// Until then every rank must have ended; stragglers are killed and reported.
-  std::chrono::seconds timeout{60};
+  std::chrono::seconds timeout{300};
   /// How long the environment's collectives wait.
-  std::chrono::milliseconds communication_timeout{20000};
+  std::chrono::milliseconds communication_timeout{60000};
   /// Ranks that are expected to die by kill_self(). The others must succeed, and are not synchronised at the end.
   std::set<int> killed = {};
   /// Where ranks meet: a file in directory(), or a TCP store on a free port, served by rank 0.

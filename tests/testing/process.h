@@ -19,7 +19,7 @@ struct ProcessOptions {
   /// Working directory; empty: this process's.
   std::string folder = {};
   /// Counted from the start. Afterwards the process is ended.
-  std::chrono::milliseconds timeout = std::chrono::seconds(60);
+  std::chrono::milliseconds timeout = std::chrono::seconds(300);
 };
 
 /// How a process ended and what it said.

@@ -11,6 +11,7 @@
 #include <iterator>
 #include <sstream>
 #include <stdexcept>
+#include <thread>
 
 #include "tests/testing/launcher_variables.h"
 #include "tests/testing/multi_process.h"
@@ -20,7 +21,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-bool nobody_listens_on(int port) {
+bool can_be_bound(int port) {
   const int file = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   const int yes = 1;
   setsockopt(file, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));  // connections that are closing do not count
@@ -30,6 +31,16 @@ bool nobody_listens_on(int port) {
   const bool bound = bind(file, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0;
   close(file);
   return bound;
+}
+
+/// Also a connection of another program may have the port for a while.
+bool nobody_listens_on(int port) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (!can_be_bound(port)) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  return true;
 }
 
 }  // namespace
@@ -142,7 +153,7 @@ ProcessOptions TrainProgramTest::program(const Arguments& arguments, const std::
     options.environment[variable] = std::nullopt;
   }
   options.environment["OMP_NUM_THREADS"] = "1";
-  options.timeout = std::chrono::seconds(120);  // starting takes long where several tests run
+  options.timeout = std::chrono::seconds(300);  // starting takes long where several tests run
   return options;
 }
 

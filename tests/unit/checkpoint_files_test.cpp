@@ -20,7 +20,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/scratch_folder.h"
 
-namespace {
+namespace checkpoint_files_test {
 
 using namespace testing_support;
 using dtensor::ValueError;
@@ -365,4 +365,4 @@ TEST(SyncFolder, RefusesWhatIsNoFolder) {
                            "[test] folder " + (folder / "none") + " cannot be synced: No such file or directory");
 }
 
-}  // namespace
+}  // namespace checkpoint_files_test

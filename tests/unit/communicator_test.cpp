@@ -6,7 +6,7 @@
 #include "dtensor/error.h"
 #include "tests/testing/expect.h"
 
-namespace {
+namespace communicator_test {
 
 using namespace dtensor;
 using testing_support::expect_error;
@@ -78,4 +78,4 @@ TEST(SelfCommunicator, RefusesWhatDoesNotFit) {
   expect_error<ValueError>([&] { self->broadcast(torch::zeros({3}), 1, {"broadcast"}); }, "[broadcast] root 1");
 }
 
-}  // namespace
+}  // namespace communicator_test

@@ -13,7 +13,7 @@
 #include "dtensor/error.h"
 
 namespace apps {
-namespace {
+namespace config_test {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
@@ -524,5 +524,5 @@ TEST(ShardRanks, FillTheWorldOrAreRefused) {
             "parallelism.replicate");
 }
 
-}  // namespace
+}  // namespace config_test
 }  // namespace apps

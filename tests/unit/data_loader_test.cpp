@@ -14,7 +14,7 @@
 #include "dtensor/error.h"
 
 namespace apps {
-namespace {
+namespace data_loader_test {
 
 using ::testing::HasSubstr;
 
@@ -204,5 +204,5 @@ TEST(Permuted, TakesSizesBeyondThirtyTwoBits) {
   }
 }
 
-}  // namespace
+}  // namespace data_loader_test
 }  // namespace apps

@@ -9,7 +9,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/fake_communicator.h"
 
-namespace {
+namespace device_mesh_test {
 
 using namespace dtensor;
 using testing_support::expect_error;
@@ -216,4 +216,4 @@ TEST(DeviceMesh, RefusesQuestionsOutside) {
   expect_error<ValueError>([&] { mesh->coordinate_of(6); }, "rank 6 is outside", "0 to 5");
 }
 
-}  // namespace
+}  // namespace device_mesh_test

@@ -8,7 +8,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/offline_mesh.h"
 
-namespace {
+namespace dispatch_rules_test {
 
 using namespace testing_support;
 using dtensor::DTensor;
@@ -231,4 +231,4 @@ TEST(StateMadeOnMeta, IsFilledInWhenItMeetsValues) {
   EXPECT_TRUE(torch::allclose(local_of(tenth), torch::full({2, 3}, 0.2f)));
 }
 
-}  // namespace
+}  // namespace dispatch_rules_test

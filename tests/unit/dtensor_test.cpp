@@ -11,7 +11,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/offline_mesh.h"
 
-namespace {
+namespace dtensor_test {
 
 using namespace testing_support;
 using dtensor::DTensor;
@@ -290,4 +290,4 @@ TEST(FullTensor, WithoutGroupsIsRefused) {
   expect_error<dtensor::StateError>([&] { tensor.full_tensor(); }, "mesh");
 }
 
-}  // namespace
+}  // namespace dtensor_test

@@ -7,7 +7,7 @@
 #include <iterator>
 #include <string>
 
-namespace {
+namespace error_file_test {
 
 TEST(ErrorFile, IsTheJsonThatTorchrunReads) {
   const std::string path = ::testing::TempDir() + "hsdp_error_file_test.json";
@@ -23,4 +23,4 @@ TEST(ErrorFile, AFileThatCannotBeWrittenIsReportedAndNothingMore) {
   EXPECT_FALSE(hsdp::write_error_file("/nonexistent-folder/file", "Type", "text"));
 }
 
-}  // namespace
+}  // namespace error_file_test

@@ -10,7 +10,7 @@
 #include "tests/testing/modules.h"
 #include "tests/testing/offline_mesh.h"
 
-namespace {
+namespace fully_shard_test {
 
 using namespace testing_support;
 using dtensor::DTensor;
@@ -371,4 +371,4 @@ TEST(AfterAnException, TheModelIsUsable) {
   EXPECT_TRUE(torch::allclose(hsdp::unsharded(net->head->weight.grad()), reference->head->weight.grad()));
 }
 
-}  // namespace
+}  // namespace fully_shard_test

@@ -7,7 +7,7 @@
 #include <regex>
 #include <string>
 
-namespace {
+namespace habits_table_test {
 
 std::string content_of(const std::string& path) {
   std::ifstream file(path);
@@ -69,4 +69,4 @@ TEST(Inventory, NamesAnExistingTestOrAReasonInEveryRow) {
   expect_tests_in_every_row("tests/inventory.md", "Case", 150);
 }
 
-}  // namespace
+}  // namespace habits_table_test

@@ -9,7 +9,7 @@
 
 #include "hsdp/launch/device.h"
 
-namespace {
+namespace host_memory_test {
 
 const c10::Device kDevice(at::kCPU);
 
@@ -78,4 +78,4 @@ TEST(HostMemory, IsCountedOnAnyThread) {
   EXPECT_EQ(hsdp::memory_bytes(kDevice), before);
 }
 
-}  // namespace
+}  // namespace host_memory_test

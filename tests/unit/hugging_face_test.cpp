@@ -21,7 +21,7 @@
 #include "tests/testing/scratch_folder.h"
 #include "tests/testing/stored_files.h"
 
-namespace {
+namespace hugging_face_test {
 
 namespace fs = std::filesystem;
 using namespace testing_support;
@@ -402,4 +402,4 @@ TEST_F(Consolidate, HoldsOneTensorAtATime) {
   EXPECT_EQ(values_in(to / "half").size(), static_cast<size_t>(kCount));
 }
 
-}  // namespace
+}  // namespace hugging_face_test

@@ -12,7 +12,7 @@
 #include "hsdp/launch/slurm_node_list.h"
 #include "tests/testing/expect.h"
 
-namespace {
+namespace launcher_env_test {
 
 using dtensor::ValueError;
 using hsdp::first_slurm_node;
@@ -406,4 +406,4 @@ TEST(SlurmNodeList, RefusesWhatSlurmDoesNotWrite) {
   }
 }
 
-}  // namespace
+}  // namespace launcher_env_test

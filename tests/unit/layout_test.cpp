@@ -7,7 +7,7 @@
 #include "dtensor/error.h"
 #include "tests/testing/expect.h"
 
-namespace {
+namespace layout_test {
 
 using namespace dtensor;
 using testing_support::expect_error;
@@ -191,4 +191,4 @@ TEST(Layout, RefusesWhatDoesNotFit) {
   expect_error<ValueError>([&] { layout->local_at({2}); }, "position 2 on axis 'shard'", "0 to 1");
 }
 
-}  // namespace
+}  // namespace layout_test

@@ -14,7 +14,7 @@
 #include "hsdp/module_access.h"
 #include "tests/testing/offline_mesh.h"
 
-namespace {
+namespace libtorch_contract_test {
 
 using c10::DispatchKey;
 using c10::DispatchKeySet;
@@ -211,4 +211,4 @@ TEST(LibtorchContract, ViewsOfKernelsCopyTheKeySet) {
   EXPECT_FALSE((base + 1).key_set().has(dtensor::kDTensorKey));
 }
 
-}  // namespace
+}  // namespace libtorch_contract_test

@@ -6,7 +6,7 @@
 #include <numbers>
 
 namespace apps {
-namespace {
+namespace lr_schedule_test {
 
 TEST(LrSchedule, WarmupRisesLinearlyAndReachesTheFullRate) {
   const LrScheduleConfig schedule{.warmup_steps = 4, .decay = LrDecay::constant};
@@ -46,5 +46,5 @@ TEST(LrSchedule, WarmupOverTheWholeRunHasNoDecay) {
   EXPECT_DOUBLE_EQ(lr_factor(schedule, 2, 3), 0.6);
 }
 
-}  // namespace
+}  // namespace lr_schedule_test
 }  // namespace apps

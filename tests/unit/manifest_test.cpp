@@ -14,7 +14,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/scratch_folder.h"
 
-namespace {
+namespace manifest_test {
 
 using namespace testing_support;
 using c10::ScalarType;
@@ -363,4 +363,4 @@ TEST_F(CheckpointFiles, NeedAManifest) {
   refused_at(folder_ / "optimizer/deep", "/manifest.json is not a manifest: its format is missing");
 }
 
-}  // namespace
+}  // namespace manifest_test

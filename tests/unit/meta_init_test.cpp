@@ -14,7 +14,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/materialize.h"
 
-namespace {
+namespace meta_init_test {
 
 using dtensor::dtensor_impl;
 using dtensor::NotSupportedError;
@@ -363,4 +363,4 @@ TEST(MetaInitRefuses, SetDataFromOutside) {
                  "was made by meta_init, expected another tensor made inside");
 }
 
-}  // namespace
+}  // namespace meta_init_test

@@ -15,7 +15,7 @@
 #include "dtensor/error.h"
 
 namespace apps {
-namespace {
+namespace metrics_test {
 
 using ::testing::HasSubstr;
 
@@ -209,5 +209,5 @@ TEST_F(RunFolderTest, AFullDiskIsAnError) {
   EXPECT_THROW(folder.append(kStep), std::runtime_error);
 }
 
-}  // namespace
+}  // namespace metrics_test
 }  // namespace apps

@@ -8,7 +8,7 @@
 
 #include "tests/testing/construction.h"
 
-namespace {
+namespace module_construction_test {
 
 using namespace torch::indexing;
 using testing_support::expect_replay_matches;
@@ -193,4 +193,4 @@ TEST_P(ModuleConstruction, ReplayIsBitIdentical) { expect_replay_matches(GetPara
 INSTANTIATE_TEST_SUITE_P(Patterns, ModuleConstruction, testing::ValuesIn(kPatterns),
                          [](const auto& which) { return which.param.name; });
 
-}  // namespace
+}  // namespace module_construction_test

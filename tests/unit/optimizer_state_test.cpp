@@ -17,7 +17,7 @@
 #include "hsdp/optimizers.h"
 #include "tests/testing/expect.h"
 
-namespace {
+namespace optimizer_state_test {
 
 using hsdp::OptimizerStates;
 using hsdp::OptionValue;
@@ -543,4 +543,4 @@ TEST_P(DamagedStates, AreRefusedAndNothingHasChanged) {
   expect_equal(hsdp::optimizer_states({&other}, resumed.names()), before);
 }
 
-}  // namespace
+}  // namespace optimizer_state_test

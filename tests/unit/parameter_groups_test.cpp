@@ -15,7 +15,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/offline_mesh.h"
 
-namespace {
+namespace parameter_groups_test {
 
 using namespace testing_support;
 using torch::optim::AdamWOptions;
@@ -172,4 +172,4 @@ TEST(ParameterGroups, ParametersThatNoPatternFitsAreRefusedByName) {
   expect_error<dtensor::ValueError>([&] { hsdp::parameter_groups(net, {}); }, "no pattern fits \"layers.0.weight\"");
 }
 
-}  // namespace
+}  // namespace parameter_groups_test

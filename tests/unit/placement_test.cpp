@@ -8,7 +8,7 @@
 #include "dtensor/error.h"
 #include "tests/testing/expect.h"
 
-namespace {
+namespace placement_test {
 
 using namespace dtensor;
 using testing_support::expect_error;
@@ -77,4 +77,4 @@ TEST(Placement, ListText) {
   EXPECT_EQ(to_string(Placements{Replicate(), Shard(1)}), "(Replicate(), Shard(1))");
 }
 
-}  // namespace
+}  // namespace placement_test

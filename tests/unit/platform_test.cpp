@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-namespace {
+namespace platform_test {
 
 namespace fs = std::filesystem;
 
@@ -103,4 +103,4 @@ TEST(Platforms, AreRecognised) {
   EXPECT_EQ(list(platforms_in("output.copy_(input)")), "");
 }
 
-}  // namespace
+}  // namespace platform_test

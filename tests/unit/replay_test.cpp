@@ -12,7 +12,7 @@
 #include "hsdp/construction/tape.h"
 #include "hsdp/meta_init.h"
 
-namespace {
+namespace replay_test {
 
 using torch::Tensor;
 
@@ -128,4 +128,4 @@ TEST(Replay, ViewsOfOneMemoryComeTogether) {
   EXPECT_FALSE(full.at(ids[0]).is_alias_of(full.at(ids[1])));
 }
 
-}  // namespace
+}  // namespace replay_test

@@ -8,7 +8,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/offline_mesh.h"
 
-namespace {
+namespace reset_sharded_param_test {
 
 using namespace testing_support;
 using dtensor::DTensor;
@@ -277,4 +277,4 @@ TEST(ResetShardedParam, RefusesTiedSlotsThatDisagree) {
                                     "assign both");
 }
 
-}  // namespace
+}  // namespace reset_sharded_param_test

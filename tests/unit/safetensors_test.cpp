@@ -14,7 +14,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/scratch_folder.h"
 
-namespace {
+namespace safetensors_test {
 
 using namespace testing_support;
 using c10::ScalarType;
@@ -507,4 +507,4 @@ TEST(SafetensorsHeaderTest, IsRefusedWhereverTheFileEnds) {
   }
 }
 
-}  // namespace
+}  // namespace safetensors_test

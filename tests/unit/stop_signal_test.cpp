@@ -9,7 +9,7 @@
 #include <thread>
 
 namespace apps {
-namespace {
+namespace stop_signal_test {
 
 TEST(StopSignal, IsNotedAndEndsNothingHoweverOftenItComes) {
   for (const int number : {SIGTERM, SIGUSR1}) {
@@ -61,5 +61,5 @@ TEST(StopSignal, DoesAgainWhatItDidBefore) {
   EXPECT_FALSE(StopSignal().received());
 }
 
-}  // namespace
+}  // namespace stop_signal_test
 }  // namespace apps

@@ -14,7 +14,7 @@
 #include "tests/testing/scratch_folder.h"
 #include "tests/testing/stored_files.h"
 
-namespace {
+namespace stored_hugging_face_test {
 
 using namespace testing_support;
 using c10::ScalarType;
@@ -220,4 +220,4 @@ TEST_F(StoredHuggingFace, IsOneModel) {
             ", ...) hold 8 elements, expected 9223372036854775807; a file is missing");
 }
 
-}  // namespace
+}  // namespace stored_hugging_face_test

@@ -19,7 +19,7 @@
 #include "tests/testing/scratch_folder.h"
 #include "tests/testing/stored_files.h"
 
-namespace {
+namespace stored_tensors_test {
 
 using namespace testing_support;
 using c10::ScalarType;
@@ -527,4 +527,4 @@ INSTANTIATE_TEST_SUITE_P(
                {": tensor \"v\" of dtype Float and 1 dims, expected none of that name as the manifest says"}}),
     [](const auto& which) { return which.param.name; });
 
-}  // namespace
+}  // namespace stored_tensors_test

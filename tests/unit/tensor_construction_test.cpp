@@ -8,7 +8,7 @@
 
 #include "tests/testing/construction.h"
 
-namespace {
+namespace tensor_construction_test {
 
 using namespace torch::indexing;
 using testing_support::expect_replay_matches;
@@ -559,4 +559,4 @@ TEST_P(TensorConstruction, ReplayIsBitIdentical) { expect_replay_matches(GetPara
 INSTANTIATE_TEST_SUITE_P(Patterns, TensorConstruction, testing::ValuesIn(kPatterns),
                          [](const auto& which) { return which.param.name; });
 
-}  // namespace
+}  // namespace tensor_construction_test

@@ -7,7 +7,7 @@
 #include "dtensor/inspect.h"
 #include "tests/testing/offline_mesh.h"
 
-namespace {
+namespace tensor_identity_test {
 
 using namespace testing_support;
 using dtensor::DTensor;
@@ -131,4 +131,4 @@ TEST(TensorIdentity, SamenessIsStorageOffsetAndGeometryNotThePointer) {
   EXPECT_FALSE(dtensor::same_memory(torch::empty({0}), torch::empty({0})));
 }
 
-}  // namespace
+}  // namespace tensor_identity_test

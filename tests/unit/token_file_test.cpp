@@ -15,7 +15,7 @@
 #include "dtensor/error.h"
 
 namespace apps {
-namespace {
+namespace token_file_test {
 
 using ::testing::AllOf;
 using ::testing::ElementsAre;
@@ -153,5 +153,5 @@ TEST_F(TokenFileTest, RefusesLlmcFilesOfAnotherSizeThanTheirHeaderSays) {
   EXPECT_THAT(refusal(TokenFormat::llmc), HasSubstr("says 4294967295 tokens"));
 }
 
-}  // namespace
+}  // namespace token_file_test
 }  // namespace apps

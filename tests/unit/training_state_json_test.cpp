@@ -16,7 +16,7 @@
 #include "hsdp/optimizers.h"
 #include "tests/testing/expect.h"
 
-namespace {
+namespace training_state_json_test {
 
 using hsdp::CheckpointValue;
 using hsdp::OptionValue;
@@ -445,4 +445,4 @@ TEST_P(MisfitScalars, AreRefused) {
   }
 }
 
-}  // namespace
+}  // namespace training_state_json_test

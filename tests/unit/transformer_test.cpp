@@ -17,7 +17,7 @@
 #include "models/rotary.h"
 
 namespace models {
-namespace {
+namespace transformer_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -357,5 +357,5 @@ TEST(Mlp, RefusesSizesThatMakeNoLayer) {
   EXPECT_THAT(refusal([] { Mlp(std::vector<int64_t>{3, 0, 2}); }), HasSubstr("expected two or more positive"));
 }
 
-}  // namespace
+}  // namespace transformer_test
 }  // namespace models

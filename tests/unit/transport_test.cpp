@@ -7,7 +7,7 @@
 #include "tests/testing/expect.h"
 #include "tests/testing/fake_communicator.h"
 
-namespace {
+namespace transport_test {
 
 using namespace dtensor;
 using hsdp::make_transport;
@@ -199,4 +199,4 @@ TEST(Transport, RefusesPairsThatDoNotFitBeforeAnythingStarts) {
   }
 }
 
-}  // namespace
+}  // namespace transport_test

@@ -8,7 +8,7 @@
 #include "tests/testing/fake_communicator.h"
 #include "tests/testing/offline_mesh.h"
 
-namespace {
+namespace unit_test {
 
 using namespace testing_support;
 using dtensor::DTensor;
@@ -257,4 +257,4 @@ TEST(Gradients, ThatAreNotDTensorsAreRefused) {
                                     "[backward] parameter \"weight\" has a gradient that is plain", "zero_grad()");
 }
 
-}  // namespace
+}  // namespace unit_test

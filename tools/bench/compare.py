@@ -2,7 +2,7 @@
 """Races hsdp_bench against peer.py and prints one JSON line a case: medians of both sides and their ratio.
 
   compare.py [--cases PATTERN] [--rounds N] [--steps N] [--bench PATH] [--python PATH]
-  compare.py --device cuda [--ranks N] [--peak-tflops X] [--override NAME=NUMBER ...] ...
+  compare.py --device cuda [--ranks N] [--peak-tflops X] [--override NAME=NUMBER ...] [--peer-first] ...
 
 All sides of a case run in turn, round after round, so that both see the same machine; docs/benchmarks.md says what the
 keys mean. With --device cuda the cases are the sizes, in bf16, with a GPU a rank.
@@ -20,10 +20,12 @@ ROOT = HERE.parent.parent
 
 
 class Runner:
-    """Starts one side and returns its line. `programs` has the command of each."""
+    """Starts one side and returns its line. `programs` has the command of each. Lines are appended to the file `runs`,
+    where one is named, as soon as they are there."""
 
-    def __init__(self, programs):
+    def __init__(self, programs, runs=None):
         self.programs = programs
+        self.runs = runs
 
     def run(self, program, mode, shape, extra=()):
         command = [*self.programs[program], mode, *extra]
@@ -36,17 +38,21 @@ class Runner:
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
         if not lines:
             sys.exit(f"{' '.join(command)} printed no figures\n{done.stdout}{done.stderr}")
-        return json.loads(lines[-1])
+        line = json.loads(lines[-1])
+        if self.runs:
+            with open(self.runs, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"program": program, **figures({**shape, **line})}) + "\n")
+        return line
 
 
 class Sides:
     """The lines of several sides of one case, round by round."""
 
-    def __init__(self, runner, sides, shape, rounds):
+    def __init__(self, runner, sides, shape, rounds, peer_first=False):
         self.lines = {name: [] for name in sides}
         for round_number in range(rounds):
             # Whoever goes first has the machine as the round before left it: take turns.
-            order = list(sides) if round_number % 2 == 0 else list(reversed(sides))
+            order = list(sides) if (round_number + peer_first) % 2 == 0 else list(reversed(sides))
             for name in order:
                 program, mode, *extra = sides[name]
                 self.lines[name].append(runner.run(program, mode, shape, *extra))
@@ -187,7 +193,7 @@ def size(name):
         shape = {"size": name, "ranks": options.ranks, "steps": options.steps, "device": options.device}
         shape |= dict(options.override)
         sides = Sides(runner, {"hsdp": ("hsdp", "hsdp", ["--bf16"]), "fsdp2": ("peer", "fsdp2", ["--bf16"])}, shape,
-                      options.rounds)
+                      options.rounds, options.peer_first)
         first = sides.lines["hsdp"][0]
         peak = options.peak_tflops or peak_tflops(first["device_name"])
 
@@ -243,6 +249,8 @@ def main():
     parser.add_argument("--peak-tflops", type=float, help="of one GPU in bf16, where its name is not known")
     parser.add_argument("--override", type=override, action="append", default=[], metavar="NAME=NUMBER",
                         help="an option of both programs for the sizes, for example batch=4")
+    parser.add_argument("--peer-first", action="store_true", help="of the sizes, in the first round")
+    parser.add_argument("--runs", metavar="FILE", help="append what each run of a side printed, as soon as it has")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each side")
     parser.add_argument("--steps", type=int, default=10, help="counted steps of a run")
     parser.add_argument("--bench", default=str(ROOT / "build/release/tools/bench/hsdp_bench"))
@@ -256,7 +264,7 @@ def main():
         parser.error(f"no case matches {options.cases}; there are {', '.join(known)}")
     if options.device == "cuda" and not set(chosen) <= set(SIZE_CASES):
         parser.error(f"only {', '.join(SIZE_CASES)} run on cuda")
-    runner = Runner({"hsdp": [options.bench], "peer": [options.python, str(HERE / "peer.py")]})
+    runner = Runner({"hsdp": [options.bench], "peer": [options.python, str(HERE / "peer.py")]}, options.runs)
     for name in chosen:
         line = {"case": name, "rounds": options.rounds, **known[name](runner, options)}
         print(json.dumps(figures(line)), flush=True)

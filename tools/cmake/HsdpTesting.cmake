@@ -1,4 +1,4 @@
-# Tests: one executable and one ctest entry per file.
+# Tests: one ctest entry per file, named after it.
 
 include_guard(GLOBAL)
 
@@ -40,14 +40,48 @@ function(hsdp_add_test name)
     add_test(NAME ${test_LABEL}.${name} COMMAND ${name})
   endif()
   foreach(entry IN LISTS entries)
-    set_tests_properties(${entry} PROPERTIES
-      LABELS ${test_LABEL} TIMEOUT ${test_TIMEOUT} SKIP_REGULAR_EXPRESSION "${hsdp_all_skipped}")
-    if(test_LABEL STREQUAL "multi")
-      set_tests_properties(${entry} PROPERTIES PROCESSORS 2)
-    endif()
+    hsdp_set_test_properties(${entry} ${test_LABEL} ${test_TIMEOUT})
   endforeach()
   if(test_NIGHTLY_CASES)
     set_tests_properties(${test_LABEL}.${name}_nightly PROPERTIES LABELS "${test_LABEL};nightly")
+  endif()
+endfunction()
+
+# hsdp_add_tests(program LABEL unit|multi TIMEOUT seconds FILES name...)
+#
+# The tests <label>/<name>_test.cpp, each an entry as hsdp_add_test makes it, in one program that is linked as <name>_test for
+# each: most of what a compiler does for a test is the same for all, and a unity build does it once for several. What a file
+# names is in a namespace of its name; parameterised suites of two files cannot have one name.
+function(hsdp_add_tests program)
+  cmake_parse_arguments(PARSE_ARGV 1 test "" "LABEL;TIMEOUT" "FILES")
+  if(test_LABEL STREQUAL "multi" AND NOT HSDP_WITH_GLOO)
+    return()
+  endif()
+  list(TRANSFORM test_FILES REPLACE "(.+)" "${test_LABEL}/\\1_test.cpp" OUTPUT_VARIABLE sources)
+  add_executable(${program} testing/files_main.cpp ${sources})
+  target_link_libraries(${program} PRIVATE hsdp_testing GTest::gmock)
+  hsdp_configure_target(${program} TEST)
+  if(CMAKE_UNITY_BUILD)
+    set_target_properties(${program} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 6)
+    set_source_files_properties(testing/files_main.cpp PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+  endif()
+  foreach(file IN LISTS test_FILES)
+    set(name ${file}_test)
+    set(link "${CMAKE_CURRENT_BINARY_DIR}/${name}")
+    add_custom_command(TARGET ${program} POST_BUILD VERBATIM
+      COMMAND "${CMAKE_COMMAND}" -E create_symlink "$<TARGET_FILE_NAME:${program}>" "${link}")
+    add_custom_target(${name} DEPENDS ${program})
+    add_test(NAME ${test_LABEL}.${name} COMMAND "${link}")
+    hsdp_set_test_properties(${test_LABEL}.${name} ${test_LABEL} ${test_TIMEOUT})
+  endforeach()
+endfunction()
+
+# What every entry has.
+function(hsdp_set_test_properties entry label timeout)
+  set_tests_properties(${entry} PROPERTIES
+    LABELS ${label} TIMEOUT ${timeout} SKIP_REGULAR_EXPRESSION "${hsdp_all_skipped}")
+  if(label STREQUAL "multi")
+    set_tests_properties(${entry} PROPERTIES PROCESSORS 2)
   endif()
 endfunction()
 
