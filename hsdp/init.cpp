@@ -214,15 +214,39 @@ void agree(c10d::Store& store, const LauncherEnv& launcher, const std::string& b
   adopt_seed_if_never_seeded(std::stoull(store.get_to_str("seed")));
 }
 
+/// A group's name, which no other has, its axis, and its ranks in the world.
+struct GroupNames {
+  std::string name, axis;
+  std::vector<int64_t> ranks;
+};
+
+/// What a backend says of a collective, in logs and in what it records of a run's last ones, names the group.
+void name_group(c10d::Backend& backend, const GroupNames& names) {
+  backend.setGroupUid(names.name);
+  backend.setGroupDesc(names.axis);
+  c10::intrusive_ptr<c10d::Backend::Options> options;
+  try {
+    options = backend.getBackendOptions();
+  } catch (const c10::Error&) {
+    return;  // It has none.
+  }
+  if (!options) return;
+  options->group_name = names.name;
+  options->group_desc = names.axis;
+  options->global_ranks_in_group.assign(names.ranks.begin(), names.ranks.end());
+}
+
 c10::intrusive_ptr<c10d::Backend> make_backend(const BackendKind& kind, const c10::intrusive_ptr<c10d::Store>& store,
-                                               int64_t rank, int64_t size, std::chrono::milliseconds timeout,
+                                               int64_t rank, const GroupNames& names, std::chrono::milliseconds timeout,
                                                c10::Device device) {
+  const auto size = static_cast<int64_t>(names.ranks.size());
   auto backend = kind.make(store, rank, size, timeout, device);
   if (!backend) {
     raise<ValueError>(kWhere, "the factory of backend ", kind.name, " returned nothing, expected a c10d backend");
   }
   // A barrier carries no tensor that would say where to run.
   if (device.has_index()) backend->setBoundDeviceId(device);
+  name_group(*backend, names);
   return backend;
 }
 
@@ -250,7 +274,7 @@ std::shared_ptr<dtensor::Communicator> make_group(Connections& connections, cons
   key += c10::str("/use_", connections.group_uses[key]++);
   auto backend = meeting(connections.launcher, timeout, c10::str("connecting axis ", axis), [&] {
     const auto store = c10::make_intrusive<c10d::PrefixStore>(key, connections.store);
-    return make_backend(*connections.kind, store, index, size, timeout, connections.device);
+    return make_backend(*connections.kind, store, index, {key, axis, ranks}, timeout, connections.device);
   });
   if (connections.device.has_index()) connections.on_devices.push_back(backend);
   return dtensor::make_c10d_communicator(std::move(backend), axis, timeout, make_board(connections, key, index, size));
@@ -333,8 +357,10 @@ Environment Environment::start(LauncherEnv launcher, const InitOptions& options,
         return;
       }
       const auto world = c10::make_intrusive<c10d::PrefixStore>("world", connections->store);
+      std::vector<int64_t> ranks(static_cast<size_t>(launcher.world_size));
+      std::iota(ranks.begin(), ranks.end(), 0);
       connections->backend =
-          make_backend(backend, world, launcher.rank, launcher.world_size, options.timeout, state->device);
+          make_backend(backend, world, launcher.rank, {"world", "world", ranks}, options.timeout, state->device);
       if (state->device.has_index()) connections->on_devices.push_back(connections->backend);
     });
     state->connections = connections;

@@ -258,6 +258,44 @@ TEST(InitFrom, RefusesGroupsThatDoNotFit) {
       without_environment());
 }
 
+TEST(Groups, AreNamedToTheirBackends) {
+  run_ranks(
+      4,
+      [](RankContext& context) {
+        static std::vector<c10::intrusive_ptr<c10d::Backend>> made;
+        hsdp::register_backend("kept", c10::kMeta, [](const auto& store, auto rank, auto size, auto timeout, auto) {
+          made.push_back(hsdp::gloo_backend().make(store, rank, size, timeout, c10::Device(c10::kCPU)));
+          return made.back();
+        });
+        InitOptions options = gloo();
+        options.backend = "kept";
+        options.local_rank = 0;
+        const auto environment = hsdp::init_from(own_store(context), context.rank(), 4, options);
+        const auto mesh = environment.make_mesh({2, 2}, {"replicate", "shard"});
+        for (int64_t axis : {0, 1}) EXPECT_EQ(mesh->communicator(axis).size(), 2);
+        const uint64_t rank = static_cast<uint64_t>(context.rank()), row = rank / 2, column = rank % 2;
+        struct Expected {
+          std::string name, axis;
+          std::vector<uint64_t> ranks;
+        };
+        const auto joined = [](uint64_t a, uint64_t b) { return std::to_string(a) + "/" + std::to_string(b); };
+        const std::vector<Expected> expected{
+            {"world", "world", {0, 1, 2, 3}},
+            {"group/replicate/" + joined(column, column + 2) + "/use_0", "replicate", {column, column + 2}},
+            {"group/shard/" + joined(2 * row, 2 * row + 1) + "/use_0", "shard", {2 * row, 2 * row + 1}}};
+        ASSERT_EQ(made.size(), expected.size());
+        for (size_t i = 0; i < made.size(); ++i) {
+          EXPECT_EQ(made[i]->getGroupUid(), expected[i].name);
+          EXPECT_EQ(made[i]->getGroupDesc(), expected[i].axis);
+          const auto seen = made[i]->getBackendOptions();
+          EXPECT_EQ(seen->group_name, expected[i].name);
+          EXPECT_EQ(seen->global_ranks_in_group, expected[i].ranks);
+        }
+        made.clear();
+      },
+      without_environment());
+}
+
 TEST(InitFrom, TakesTheLocalRankFromTheOptions) {
   run_ranks(
       2,

@@ -440,6 +440,7 @@ TEST_F(CapturedSteps, StateThatAStepDoesNotUseMayLieAnyhow) {
   recorded.record();
   const auto file = recorded.saved();
   recorded.replay(3);
+  eager.step(3);
   for (auto* run : {&recorded, &eager}) run->load(file);
   recorded.replay(4);
   eager.step(4);
