@@ -1,8 +1,10 @@
-// The communicator over the GPUs' own backend, NCCL: with one rank, where every collective is a copy that NCCL makes.
+// The communicator over the GPUs' own backend, NCCL: with one rank, where every collective is a copy that NCCL makes,
+// and over all GPUs.
 #include <c10/core/Event.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -247,6 +249,42 @@ TEST(OneRank, RefusesWrongArgumentsAndGoesOn) {
           },
           "[all_reduce] on the host, 4,000 bytes over");
       check();
+    }
+  });
+}
+
+// Closed forms, over as many GPUs as a machine has, up to eight.
+TEST(AllGpus, MoveAndReduceEachOthersValues) {
+  HSDP_REQUIRE_GPUS(2);
+  run_on_gpus(std::min(gpu_count(), 8), Place::own_gpu, [](RankContext& context) {
+    auto& communicator = *context.environment().communicator();
+    const auto device = context.environment().device();
+    const int64_t ranks = communicator.size(), rank = communicator.rank(), count = 1000;
+    ASSERT_EQ(ranks, std::min(gpu_count(), 8));
+    for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kLong}) {
+      const std::string name = c10::toString(dtype);
+      const auto from = [&](int64_t sender, int64_t size) { return (torch::arange(size) + 10 * sender).to(dtype); };
+      std::vector<torch::Tensor> parts;
+      for (int64_t sender = 0; sender < ranks; ++sender) parts.push_back(from(sender, count));
+      const auto gathered = torch::zeros({ranks * count}, torch::TensorOptions(device).dtype(dtype));
+      communicator.all_gather(gathered, from(rank, count).to(device), {"all_gather", name})->wait();
+      expect_same(gathered, torch::cat(parts), "all_gather of " + name);
+      // Over ranks r: the sum of i + 10r.
+      const auto sums = (torch::arange(ranks * count) * ranks + 5 * ranks * (ranks - 1)).to(dtype);
+      const auto shard = torch::zeros({count}, torch::TensorOptions(device).dtype(dtype));
+      communicator.reduce_scatter(shard, from(rank, ranks * count).to(device), {"reduce_scatter", name})->wait();
+      expect_same(shard, sums.narrow(0, rank * count, count), "reduce_scatter of " + name);
+      const auto reduced = [&](ReduceOp op) {
+        const auto tensor = from(rank, ranks * count).to(device);
+        communicator.all_reduce(tensor, op, {"all_reduce", name})->wait();
+        return tensor;
+      };
+      expect_same(reduced(ReduceOp::sum), sums, "sum of " + name);
+      expect_same(reduced(ReduceOp::max), from(ranks - 1, ranks * count), "maximum of " + name);
+      expect_same(reduced(ReduceOp::min), from(0, ranks * count), "minimum of " + name);
+      const auto sent = from(rank, count).to(device);
+      communicator.broadcast(sent, ranks - 1, {"broadcast", name})->wait();
+      expect_same(sent, from(ranks - 1, count), "broadcast of " + name);
     }
   });
 }

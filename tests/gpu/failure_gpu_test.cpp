@@ -8,8 +8,15 @@
 #include <filesystem>
 #include <functional>
 #include <iostream>
+#include <nlohmann/json.hpp>
+#include <set>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
+#ifdef USE_C10D_NCCL
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#endif
 
 #include "dtensor/communicator.h"
 #include "dtensor/error.h"
@@ -129,5 +136,77 @@ TEST(SeveralGpus, ARankThatDiesInTrainingIsAnErrorOfTheOthers) {
       },
       options);
 }
+
+#ifdef USE_C10D_NCCL
+/// Name and ranks of the group of that axis, as a dump of torch's flight recorder says, and the collectives that it
+/// recorded of it, with the numbers of elements that they took in.
+struct RecordedGroup {
+  std::set<std::string> names;
+  std::string ranks;
+  std::set<std::pair<std::string, int64_t>> operations;
+};
+RecordedGroup recorded_group(const nlohmann::json& dump, const std::string& axis) {
+  RecordedGroup group;
+  for (const auto& [name, config] : dump.at("pg_config").items()) {
+    if (config.at("desc") != axis) continue;
+    group.names.insert(name);
+    group.ranks += config.at("ranks");
+  }
+  for (const auto& entry : dump.at("entries")) {
+    if (entry.at("process_group").at(1) != axis) continue;
+    group.names.insert(entry.at("process_group").at(0));
+    for (const auto& shape : entry.at("input_sizes")) {
+      if (shape.size() == 1) group.operations.emplace(entry.at("profiling_name"), shape.at(0));
+    }
+  }
+  return group;
+}
+#endif
+
+class FlightRecorder : public ::testing::TestWithParam<int> {};
+
+// What torch's watchdog writes when a collective does not end.
+TEST_P(FlightRecorder, TellsGroupsAndOperationsApart) {
+  HSDP_REQUIRE_GPUS(GetParam());
+  HSDP_REQUIRE_REAL_GPU("the flight recorder of NCCL's groups");
+#ifdef USE_C10D_NCCL
+  run_on_gpus(GetParam(), Place::own_gpu,
+              [](RankContext& context) {
+                auto& environment = context.environment();
+                std::vector<std::pair<std::string, std::string>> groups;  // axes, and this rank's group there
+                const auto reduce = [&](dtensor::Communicator& communicator, const std::string& axis,
+                                        const std::string& ranks) {
+                  groups.emplace_back(axis, ranks);
+                  const auto tensor = torch::ones({static_cast<int64_t>(100 + groups.size())}, environment.device());
+                  communicator.all_reduce(tensor, ReduceOp::sum, {"all_reduce", axis})->wait();
+                };
+                const int rank = context.rank();
+                reduce(*environment.communicator(), "world", GetParam() == 2 ? "[0, 1]" : "[0, 1, 2, 3]");
+                if (GetParam() == 4) {
+                  const auto mesh = mesh_of(context, {2, 2});
+                  reduce(mesh->communicator(0), "replicate", rank % 2 == 0 ? "[0, 2]" : "[1, 3]");
+                  reduce(mesh->communicator(1), "shard", rank < 2 ? "[0, 1]" : "[2, 3]");
+                }
+                synchronize(environment.device());
+                const auto text = c10d::dump_nccl_trace_json(/*includeCollectives=*/true, /*onlyActive=*/false);
+                const auto dump = nlohmann::json::parse(text);
+                std::set<std::string> names;
+                int64_t elements = 100;
+                for (const auto& [axis, ranks] : groups) {
+                  const auto group = recorded_group(dump, axis);
+                  EXPECT_EQ(group.names.size(), 1u) << axis;
+                  names.insert(group.names.begin(), group.names.end());
+                  EXPECT_EQ(group.ranks, ranks) << axis;
+                  EXPECT_EQ(group.operations.count({"nccl:all_reduce", ++elements}), 1u) << axis;
+                }
+                EXPECT_EQ(names.size(), groups.size()) << "groups of one name";
+                if (::testing::Test::HasFailure()) std::cout << "rank " << rank << " recorded " << text << std::endl;
+              },
+              {.variables = {{"TORCH_FR_BUFFER_SIZE", "100"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE", "100"}}});
+#else
+  GTEST_SKIP() << "a build without NCCL";
+#endif
+}
+INSTANTIATE_TEST_SUITE_P(Ranks, FlightRecorder, ::testing::Values(2, 4), ::testing::PrintToStringParamName());
 
 }  // namespace

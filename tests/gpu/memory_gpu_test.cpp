@@ -200,7 +200,8 @@ INSTANTIATE_TEST_SUITE_P(Ranks, Memory,
                                            Case{"OwnGpus2", 2, Place::own_gpu, true, kFull, 2, 4 - 2 / 2.0},
                                            Case{"OwnGpus2Bf16", 2, Place::own_gpu, true, kBFloat16, 1 + 0.5 / 2,
                                                 1 + 0.5 / 2 + 0.5 + 1 - 2 / 2.0},
-                                           Case{"OwnGpus4", 4, Place::own_gpu, true, kFull, 2, 4 - 2 / 4.0}),
+                                           Case{"OwnGpus4", 4, Place::own_gpu, true, kFull, 2, 4 - 2 / 4.0},
+                                           Case{"OwnGpus8", 8, Place::own_gpu, true, kFull, 2, 4 - 2 / 8.0}),
                          [](const auto& which) { return which.param.name; });
 
 }  // namespace

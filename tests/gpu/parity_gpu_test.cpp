@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -156,6 +157,23 @@ INSTANTIATE_TEST_SUITE_P(Meshes, OwnGpus,
                          ::testing::Values(std::vector<int64_t>{1}, std::vector<int64_t>{2}, std::vector<int64_t>{3},
                                            std::vector<int64_t>{2, 1}, std::vector<int64_t>{2, 2}),
                          mesh_name);
+
+// As many as there are on one machine, up to eight.
+TEST(AllGpus, TrainAsThePlainModule) {
+  HSDP_REQUIRE_GPUS(5);  // fewer are covered above
+  run_on_gpus(std::min(gpu_count(), 8), Place::own_gpu, [](RankContext& context) {
+    torch::set_default_dtype(torch::scalarTypeToTypeMeta(torch::kFloat64));
+    const int64_t ranks = context.world_size();
+    const auto one_row_a_rank = [&](auto c) {
+      c.rows = ranks;
+      return c;
+    };
+    train(context, {ranks}, one_row_a_rank(odd_mlp()), "layers of odd sizes");
+    train(context, {ranks}, one_row_a_rank(accumulating()), "micro-batches");
+    train(context, {ranks}, one_row_a_rank(transformer(true)), "tied");
+    if (ranks % 2 == 0) train(context, {2, ranks / 2}, one_row_a_rank(transformer(false)), "replicated and sharded");
+  });
+}
 
 // Convolution, batch norm, attention, an LSTM: what a GPU computes with cuDNN.
 TEST(StockModules, TrainAsThePlainOnes) {
