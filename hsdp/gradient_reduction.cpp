@@ -255,6 +255,8 @@ Unit::Next Unit::advance_reduction(Reduction& reduction) {
     shard_of(reduction, part).add_(std::exchange(kept_shards_[part.index], {}));
     changed = true;
   }
+  const auto is_kept = [](const at::Tensor& shard) { return shard.defined(); };
+  if (std::none_of(kept_shards_.begin(), kept_shards_.end(), is_kept)) kept_shards_.clear();
   auto& group = context_->mesh->communicator(0);
   const auto* streams = this->streams();
   // What the reduce-scatter left need not wait for what has been computed since.

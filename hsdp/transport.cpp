@@ -215,7 +215,13 @@ class GroupedTransport final : public TransportBase {
     // Backends launch one kind and one dtype at a time when they fuse.
     for (const Bucket& bucket : make_buckets(kind, pairs, ranks(), name)) {
       communicator_->start_group();
-      for (const TensorPair& pair : bucket) start(pair);
+      try {
+        for (const TensorPair& pair : bucket) start(pair);
+      } catch (...) {
+        // A group that stays open would refuse every later call.
+        communicator_->end_group();
+        throw;
+      }
       result->add(communicator_->end_group(), nullptr);
     }
     return result;

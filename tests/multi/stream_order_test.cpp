@@ -12,9 +12,9 @@
 #include <iostream>
 #include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <thread>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "dtensor/collective_watch.h"
@@ -26,17 +26,26 @@
 #include "tests/testing/on_device.h"
 #include "tests/testing/private_streams.h"
 #include "tests/testing/recorded_backend.h"
+#include "tests/testing/stream_rules.h"
 
 namespace {
 
 using namespace testing_support;
 using ::testing::HasSubstr;
 
+/// Those of this process, for tests that abort them.
+std::vector<c10::intrusive_ptr<c10d::Backend>>& backends() {
+  static std::vector<c10::intrusive_ptr<c10d::Backend>> made;
+  return made;
+}
+
 class Recorded : public ::testing::Environment {
  public:
   void SetUp() override {
     register_private_device(PrivateStreams::recorded);
-    hsdp::register_backend("recorded", c10::DeviceType::PrivateUse1, make_recorded_backend);
+    hsdp::register_backend("recorded", c10::DeviceType::PrivateUse1, [](auto& store, auto... arguments) {
+      return backends().emplace_back(make_recorded_backend(store, arguments...));
+    });
     recorded::watch_operators();
   }
 };
@@ -91,6 +100,14 @@ struct Case {
     for (auto size : mesh) product *= size;
     return static_cast<int>(product);
   }
+  StepSetting setting() const {
+    return {.shards = mesh.back() > 1,
+            .replicates = mesh.size() == 2,
+            .casts = options.mixed_precision.param_dtype.has_value(),
+            .clips = clips,
+            .offloads = options.offload.to_host,
+            .scatters = scatters};
+  }
 };
 
 std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.name; }
@@ -98,8 +115,6 @@ std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.nam
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::vector<torch::Tensor>& parameters) {
   return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(0.05).momentum(0.9));
 }
-
-constexpr const char* kStep = "step ";
 
 /// Trains for some steps beside the plain module and compares the parameters after each. Labels: each step begins with
 /// a note, and those after the first few are steady.
@@ -163,41 +178,6 @@ void train(RankContext& context, const Case& c, const std::function<void(int64_t
   }
 }
 
-// ---- what the log has to show ----
-
-bool is_on_compute_stream(const LogEntry& entry) { return entry.stream.id == 0; }
-bool is_product(const LogEntry& entry) {
-  return entry.kind == Logged::launch && entry.name.find("mm") != std::string::npos;
-}
-
-/// Entries [begin, end) of one step of training.
-std::pair<size_t, size_t> step_of(const StreamLog& log, int64_t step) {
-  const auto begins = std::find_if(log.begin(), log.end(), [&](const LogEntry& entry) {
-    return entry.kind == Logged::note && entry.name == kStep + std::to_string(step);
-  });
-  const auto ends = std::find_if(
-      begins, log.end(), [](const LogEntry& entry) { return entry.kind == Logged::note && entry.name == kSteadyEnds; });
-  TORCH_CHECK(begins != log.end() && ends != log.end(), "no step ", step);
-  return {begins - log.begin(), ends - log.begin()};
-}
-
-/// First members of groups, and collectives that are by themselves.
-std::vector<size_t> collectives_of(const StreamLog& log, std::pair<size_t, size_t> step, const std::string& name) {
-  std::vector<size_t> found;
-  bool in_group = false, has_one = false;
-  for (size_t i = step.first; i < step.second; ++i) {
-    if (log[i].kind == Logged::group_start) {
-      in_group = true;
-      has_one = false;
-    }
-    if (log[i].kind == Logged::group_end) in_group = false;
-    if (log[i].kind != Logged::collective || log[i].name != name || (in_group && has_one)) continue;
-    has_one = true;
-    found.push_back(i);
-  }
-  return found;
-}
-
 void expect_alike_on_all_ranks(RankContext& context, const StreamLog& log) {
   const auto path = [&](int64_t rank) { return context.directory() + "/collectives." + std::to_string(rank); };
   {
@@ -217,80 +197,6 @@ void expect_alike_on_all_ranks(RankContext& context, const StreamLog& log) {
     EXPECT_GT(sequence.size(), 0u);
   }
   EXPECT_EQ(compare_collectives(ranks), "");
-}
-
-/// Products on the compute stream that run at the same time as collective `index` where streams and host allow it.
-int64_t concurrent_products(const HappensBefore& check, const StreamLog& log, size_t index, const std::string& label) {
-  int64_t count = 0;
-  for (size_t i = 0; i < log.size(); ++i) {
-    if (!is_product(log[i]) || !is_on_compute_stream(log[i]) || (!label.empty() && log[i].label != label)) continue;
-    count += !check.is_ordered(i, index) && !check.is_ordered(index, i);
-  }
-  return count;
-}
-
-void expect_streams(const Case& c, const StreamLog& log) {
-  const auto step = step_of(log, kSteps - 1);
-  const auto gathers = collectives_of(log, step, "all_gather"), scatters = collectives_of(log, step, "reduce_scatter");
-  if (c.mesh.back() == 1) return;
-  ASSERT_GE(gathers.size(), 5u);
-  ASSERT_EQ(scatters.size(), c.scatters);
-  // Gathers and reductions have a stream each, of high priority; a clipped norm is a matter of the compute stream.
-  std::set<int64_t> gather_streams, scatter_streams, all_reduce_streams;
-  for (auto i : gathers) gather_streams.insert(log[i].stream.id);
-  for (auto i : scatters) scatter_streams.insert(log[i].stream.id);
-  if (!c.clips) {
-    for (auto i : collectives_of(log, step, "all_reduce")) all_reduce_streams.insert(log[i].stream.id);
-  }
-  ASSERT_EQ(gather_streams.size(), 1u);
-  ASSERT_EQ(scatter_streams.size(), 1u);
-  EXPECT_EQ(all_reduce_streams.size(), c.mesh.size() == 2 ? 1u : 0u);
-  std::set<int64_t> all{0};
-  for (const auto& streams : {gather_streams, scatter_streams, all_reduce_streams}) {
-    for (auto stream : streams) {
-      EXPECT_TRUE(all.insert(stream).second) << "stream " << stream << " is used twice";
-      EXPECT_LT(
-          recorded::priority(c10::Stream(
-              c10::Stream::UNSAFE,
-              c10::Device(c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(log[gathers[0]].stream.device)),
-              stream)),
-          0);
-    }
-  }
-  int64_t copies = 0;
-  for (size_t i = step.first; i < step.second; ++i) {
-    if (log[i].kind != Logged::launch || !log[i].label.starts_with("FSDP::all_gather_copy_in")) continue;
-    ++copies;
-    EXPECT_EQ(log[i].stream.id, *gather_streams.begin()) << to_string(log, i);
-  }
-  if (c.options.mixed_precision.param_dtype) {
-    EXPECT_GT(copies, 0);
-  }
-}
-
-/// The gather of the next unit and the reduction of the last one can run beside the computing of this one.
-void expect_overlap(const StreamLog& log, const HappensBefore& check) {
-  const auto step = step_of(log, kSteps - 1);
-  const auto gathers = collectives_of(log, step, "all_gather"), scatters = collectives_of(log, step, "reduce_scatter");
-  std::map<std::string, size_t> forward;  // the first gather of each unit
-  for (auto i : gathers) forward.try_emplace(log[i].label, i);
-  for (int64_t block = 1; block < 4; ++block) {
-    const auto gather = forward.find("FSDP::all_gather (blocks." + std::to_string(block) + ")");
-    ASSERT_NE(gather, forward.end());
-    EXPECT_GE(concurrent_products(check, log, gather->second, "forward blocks." + std::to_string(block - 1)), 1)
-        << "gather of block " << block;
-  }
-  // In backward every gather but the first, and every reduction but the last two.
-  std::vector<size_t> in_backward;
-  for (auto i : gathers) {
-    if (forward.at(log[i].label) != i) in_backward.push_back(i);
-  }
-  for (size_t i = 1; i < in_backward.size(); ++i) {
-    EXPECT_GE(concurrent_products(check, log, in_backward[i], ""), 1) << to_string(log, in_backward[i]);
-  }
-  for (size_t i = 0; i + 2 < scatters.size(); ++i) {
-    EXPECT_GE(concurrent_products(check, log, scatters[i], ""), 1) << to_string(log, scatters[i]);
-  }
 }
 
 constexpr auto kBFloat16 = torch::kBFloat16;
@@ -364,112 +270,6 @@ Case case_named(const std::string& name) {
   TORCH_CHECK(false, "no case ", name);
 }
 
-// ---- mistakes, planted into what was recorded ----
-
-// Operators of the recorded device run at once, so a run in which an order is forgotten has the same log but for it.
-
-StreamLog without(StreamLog log, size_t index) {
-  log.erase(log.begin() + static_cast<std::ptrdiff_t>(index));
-  return log;
-}
-
-/// The entry moves to right behind `after`.
-StreamLog moved(StreamLog log, size_t index, size_t after) {
-  const LogEntry entry = log[index];
-  log.erase(log.begin() + static_cast<std::ptrdiff_t>(index));
-  log.insert(log.begin() + static_cast<std::ptrdiff_t>(after < index ? after + 1 : after), entry);
-  return log;
-}
-
-bool finds(const StreamLog& log) { return !HappensBefore(log).violations().empty(); }
-
-/// One step, and enough after it for what it left behind to be used and freed.
-StreamLog shortened(const StreamLog& log) {
-  return {log.begin(), log.begin() + static_cast<std::ptrdiff_t>(step_of(log, kWarmUp + 1).second)};
-}
-
-void expect_every_needed_wait_found(const StreamLog& log) {
-  const HappensBefore check(log);
-  const auto step = step_of(log, kWarmUp);
-  int64_t needed = 0, found = 0, redundant = 0;
-  std::string missed;
-  for (const auto& wait : check.waits()) {
-    if (wait.entry < step.first || wait.entry >= step.second) continue;
-    if (!wait.needed) {
-      ++redundant;
-      continue;
-    }
-    ++needed;
-    if (finds(without(log, wait.entry))) {
-      ++found;
-    } else {
-      missed += to_string(log, wait.entry > 8 ? wait.entry - 8 : 0, wait.entry + 4) + "--\n";
-    }
-  }
-  std::cout << "waits of a step: " << needed << " order something, " << found << " are found when dropped, "
-            << redundant << " order nothing new\n";
-  EXPECT_GT(needed, 10);
-  EXPECT_EQ(missed, "");
-}
-
-void expect_every_early_release_found(const StreamLog& log) {
-  const auto step = step_of(log, kWarmUp);
-  std::map<uint64_t, StreamName> homes;
-  std::map<uint64_t, size_t> elsewhere;  // the last launch on another stream than the home
-  int64_t tried = 0;
-  std::string missed;
-  for (size_t i = 0; i < step.second; ++i) {
-    const auto& entry = log[i];
-    if (entry.kind == Logged::allocate && !entry.pinned) homes[entry.block] = entry.stream;
-    if (entry.kind == Logged::launch || entry.kind == Logged::collective) {
-      for (const auto* ranges : {&entry.reads, &entry.writes}) {
-        for (const auto& range : *ranges) {
-          const auto home = homes.find(range.block);
-          if (home != homes.end() && home->second != entry.stream) elsewhere[range.block] = i;
-        }
-      }
-    }
-    const auto last = elsewhere.find(entry.block);
-    if (entry.kind != Logged::release || i < step.first || last == elsewhere.end()) continue;
-    ++tried;
-    // Before the members of a group run there is nothing to overtake.
-    size_t after = last->second;
-    while (log[after].kind == Logged::collective && log[after + 1].call.communicator == log[after].call.communicator) {
-      ++after;
-    }
-    if (!finds(moved(log, i, after))) missed += to_string(log, i) + " to behind " + to_string(log, after) + '\n';
-  }
-  EXPECT_GT(tried, 5);
-  EXPECT_EQ(missed, "");
-}
-
-void expect_every_lost_bracket_found(const StreamLog& log) {
-  const auto step = step_of(log, kWarmUp);
-  int64_t groups = 0;
-  for (size_t i = step.first; i < step.second; ++i) {
-    if (log[i].kind == Logged::group_start) {
-      EXPECT_TRUE(finds(without(log, i))) << to_string(log, i);
-    }
-    if (log[i].kind != Logged::group_end) continue;
-    ++groups;
-    EXPECT_TRUE(finds(without(log, i))) << to_string(log, i);
-    // Swapped with what follows it on its stream: the event that everybody waits for.
-    size_t next = i + 1;
-    while (log[next].stream != log[i].stream || log[next].kind == Logged::allocate) ++next;
-    EXPECT_TRUE(finds(moved(log, i, next))) << to_string(log, i) << " behind " << to_string(log, next);
-  }
-  EXPECT_GT(groups, 5);
-}
-
-void expect_every_mistake_found(const Case& c, const StreamLog& all) {
-  const auto log = shortened(all);
-  ASSERT_FALSE(finds(log));
-  expect_every_needed_wait_found(log);
-  if (c.ranks() == 1) return;
-  expect_every_early_release_found(log);
-  expect_every_lost_bracket_found(log);
-}
-
 // ---- all of it, for each setting ----
 
 /// A run takes seconds, on a machine that does much else at once many of them; and the others wait while rank 0 alone
@@ -494,10 +294,11 @@ TEST_P(Order, IsRightWhateverTheSpeedsAndMistakesAreFound) {
         const auto log = recorded::log();
         const HappensBefore check(log);
         EXPECT_EQ(check.report(), "");
-        expect_streams(c, log);
-        if (c.overlaps && c.ranks() > 1) expect_overlap(log, check);
+        EXPECT_EQ(wrong_streams(c.setting(), log, kSteps - 1), "");
+        if (c.overlaps && c.ranks() > 1) expect_overlap(log, check, kSteps - 1);
+        if (c.options.offload.to_host) expect_copies_overlap(log, check, kSteps - 1);
         if (c.ranks() > 1) expect_alike_on_all_ranks(context, log);
-        if (c.plants && context.rank() == 0) expect_every_mistake_found(c, log);
+        if (c.plants && context.rank() == 0) expect_every_mistake_found(c.setting(), log, kWarmUp);
       },
       patient());
 }
@@ -631,6 +432,132 @@ TEST(Time, ACollectiveThatNeverEndsIsReportedWithUnitBytesAndRank) {
         EXPECT_THAT(error, names_it);
       },
       options);
+}
+
+// As a watchdog does when it gives a communicator up: what is started afterwards says so and leaves no group open.
+TEST(Time, ACommunicatorThatWasAbortedIsNamedWithUnitBytesAndRank) {
+  RunOptions options;
+  options.timeout = std::chrono::seconds(60);
+  options.killed = {2};  // no such rank: the two that there are end without meeting again
+  run_on_device(
+      2,
+      [](RankContext& context) {
+        const auto device = context.environment().device();
+        auto net = hsdp::meta_init([] { return Chain(kEven); });
+        auto model = hsdp::fully_shard(net, {.mesh = context.environment().mesh(), .units = hsdp::each("blocks.*")});
+        model.materialize(device);
+        recorded::set_query_policy([](int64_t nth) { return nth >= 2; });
+        const auto x = torch::ones({2, 8}, device);
+        for (int i = 0; i < 3; ++i) model->forward(x).sum().backward();
+        context.environment().barrier();
+        for (const auto& backend : backends()) backend->abort();
+        const auto begin = recorded::log_size();
+        // The second attempt finds what the first one left behind.
+        for (int attempt = 0; attempt < 2; ++attempt) {
+          std::string error;
+          try {
+            model->forward(x);
+          } catch (const dtensor::CommunicationError& failure) {
+            error = failure.what();
+          }
+          // A weight, a bias, and what the ranks compare.
+          EXPECT_THAT(error,
+                      HasSubstr("[all_gather] blocks.0, 3 collectives, 640 bytes over recorded group \"shard\" (rank " +
+                                std::to_string(context.rank()) + " of 2)"));
+          EXPECT_THAT(error, HasSubstr("the communicator was aborted"));
+        }
+        const auto log = recorded::log();
+        EXPECT_TRUE(std::none_of(log.begin() + static_cast<std::ptrdiff_t>(begin), log.end(), [](const auto& entry) {
+          return entry.kind == Logged::collective || entry.kind == Logged::group_start;
+        }));
+      },
+      options);
+}
+
+// ---- groups, as the library asks a communicator for them ----
+
+/// Writes down what it is told and passes it on.
+class LoggedGroups final : public dtensor::Communicator {
+ public:
+  using OperationName = dtensor::OperationName;
+  using Work = dtensor::Work;
+  LoggedGroups(std::shared_ptr<dtensor::Communicator> below, std::vector<GroupCall>& calls)
+      : below_(std::move(below)), calls_(&calls) {}
+  int64_t rank() const override { return below_->rank(); }
+  int64_t size() const override { return below_->size(); }
+  std::string describe() const override { return below_->describe(); }
+  bool prefers_groups() const override { return below_->prefers_groups(); }
+  std::shared_ptr<Work> all_gather(const at::Tensor& output, const at::Tensor& input, OperationName name) override {
+    add(name);
+    return below_->all_gather(output, input, name);
+  }
+  std::shared_ptr<Work> reduce_scatter(const at::Tensor& output, const at::Tensor& input, OperationName name) override {
+    add(name);
+    return below_->reduce_scatter(output, input, name);
+  }
+  std::shared_ptr<Work> all_reduce(const at::Tensor& tensor, dtensor::ReduceOp op, OperationName name) override {
+    add(name);
+    return below_->all_reduce(tensor, op, name);
+  }
+  std::shared_ptr<Work> broadcast(const at::Tensor& tensor, int64_t root, OperationName name) override {
+    add(name);
+    return below_->broadcast(tensor, root, name);
+  }
+  void start_group() override {
+    calls_->push_back({GroupCall::start});
+    below_->start_group();
+  }
+  std::shared_ptr<Work> end_group() override {
+    calls_->push_back({GroupCall::end});
+    return below_->end_group();
+  }
+  void barrier(OperationName name) override { below_->barrier(name); }
+
+ private:
+  void add(OperationName name) { calls_->push_back({GroupCall::member, name.operation, std::string(name.subject)}); }
+
+  std::shared_ptr<dtensor::Communicator> below_;
+  std::vector<GroupCall>* calls_;
+};
+
+TEST(Groups, ThatTheLibraryAsksForPairAndAreOfOneUnit) {
+  for (const char* name : {"Two", "ReplicatedMixed"}) {
+    Case c = case_named(name);
+    run_on_device(
+        c.ranks(),
+        [&](RankContext& context) {
+          recorded::set_query_policy([](int64_t nth) { return nth >= 2; });
+          std::vector<GroupCall> calls;
+          c.options.transport = [&calls](std::shared_ptr<dtensor::Communicator> communicator) {
+            return hsdp::make_transport(std::make_shared<LoggedGroups>(std::move(communicator), calls));
+          };
+          train(context, c);
+          EXPECT_EQ(wrong_groups(calls), "");
+          std::map<std::string, size_t> starts;
+          for (size_t i = 0; i + 1 < calls.size(); ++i) {
+            if (calls[i].kind == GroupCall::start) ++starts[calls[i + 1].operation];
+          }
+          EXPECT_GE(starts["all_gather"], 5u * kSteps);
+          EXPECT_EQ(starts["reduce_scatter"], 5u * kSteps);
+          // One forgotten end, one start too many, one member of another unit.
+          for (size_t i = 0; i < calls.size(); ++i) {
+            auto wrong = calls;
+            if (calls[i].kind == GroupCall::member) {
+              wrong[i].subject += " of another";
+              // Alone in its group it may be anybody's.
+              if (calls[i - 1].kind != GroupCall::member && calls[i + 1].kind != GroupCall::member) continue;
+            } else {
+              wrong.erase(wrong.begin() + static_cast<std::ptrdiff_t>(i));
+            }
+            EXPECT_NE(wrong_groups(wrong), "") << "call " << i;
+            if (calls[i].kind != GroupCall::start) continue;
+            wrong = calls;
+            wrong.insert(wrong.begin() + static_cast<std::ptrdiff_t>(i), {GroupCall::start});
+            EXPECT_NE(wrong_groups(wrong), "") << "call " << i;
+          }
+        },
+        patient());
+  }
 }
 
 }  // namespace

@@ -142,9 +142,11 @@ void HappensBefore::step(size_t index) {
       release(index);
       break;
     case Logged::launch:
+      unanswered_.clear();
       touch(index, clocks_.launch(entry.stream));
       break;
     case Logged::collective: {
+      unanswered_.clear();
       const auto group = groups_.find(entry.call.communicator);
       if (group != groups_.end()) {
         join_group(index, group->second);
@@ -185,9 +187,7 @@ void HappensBefore::step(size_t index) {
       clocks_.host_wait_device(entry.stream.device);
       break;
     case Logged::query:
-      if (const auto* clock = clocks_.recorded(entry.event); clock != nullptr && entry.answer) {
-        clocks_.host_wait(*clock);
-      }
+      query(index);
       break;
     case Logged::host_access:
       touch(index, clocks_.host_access());
@@ -205,6 +205,18 @@ void HappensBefore::step(size_t index) {
   if (waits && steady_ && !Clocks::covers(known, clocks_.host())) {
     add(Rule::host_wait, *steady_, index, "no wait of the host belongs into a steady step");
   }
+}
+
+// A host that asks again and has done nothing in the meantime is waiting.
+void HappensBefore::query(size_t index) {
+  const LogEntry& entry = log_[index];
+  const auto* clock = clocks_.recorded(entry.event);
+  if (clock == nullptr || Clocks::covers(clocks_.host(), *clock)) return;
+  const auto [first, is_new] = unanswered_.try_emplace({entry.thread, entry.event}, index);
+  if (!is_new && steady_) {
+    add(Rule::host_wait, first->second, index, "the host asks again without having given the device anything to do");
+  }
+  if (entry.answer) clocks_.host_wait(*clock);
 }
 
 void HappensBefore::touch(size_t index, Clocks::Stamp stamp) {

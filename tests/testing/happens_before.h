@@ -63,8 +63,10 @@ enum class Rule {
   use_after_release,
   unrecorded_event,  // a wait for an event that was never recorded
   group,             // start and end that do not pair, an empty group, or what does not belong between them
-  host_wait,         // the host waits for what it does not know to have ended, between kSteadyBegins and kSteadyEnds
-  record_stream,     // the allocator is asked to watch a stream, which keeps memory longer than needed
+  // Between kSteadyBegins and kSteadyEnds the host waits for what it does not know to have ended, or asks about it
+  // twice with nothing given to the device in between.
+  host_wait,
+  record_stream,  // the allocator is asked to watch a stream, which keeps memory longer than needed
 };
 const char* to_string(Rule rule);
 
@@ -117,6 +119,7 @@ class HappensBefore {
   };
 
   void step(size_t index);
+  void query(size_t index);
   void touch(size_t index, Clocks::Stamp stamp);
   void touch(size_t index, const Clocks::Stamp& stamp, const ByteRange& range, bool writes);
   void release(size_t index);
@@ -132,6 +135,7 @@ class HappensBefore {
   std::map<size_t, Clocks::Stamp> stamps_;
   std::vector<Wait> waits_;
   std::optional<size_t> steady_;
+  std::map<std::pair<int, uint64_t>, size_t> unanswered_;  // queries since the last launch, by thread and event
   std::vector<Violation> violations_;
 };
 

@@ -84,6 +84,7 @@ class RecordedBackend final : public c10d::Backend {
   }
 
   void startCoalescing() override {
+    check_usable();
     TORCH_CHECK(!group_, "a group is open");
     group_.emplace();
     add_bracket(Logged::group_start);
@@ -212,6 +213,8 @@ class RecordedBackend final : public c10d::Backend {
     member();
   }
 
+  void check_usable() const { TORCH_CHECK(!aborted_, "the communicator was aborted"); }
+
   void add_bracket(Logged kind) const {
     recorder::add({.kind = kind,
                    .stream = recorder::name_of(recorder::current_stream(device_)),
@@ -221,7 +224,7 @@ class RecordedBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> run(c10d::OpType type, const Call& call, bool is_async,
                                      const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes,
                                      std::function<void()> member) {
-    TORCH_CHECK(!aborted_, "the communicator was aborted");
+    check_usable();
     std::vector<at::Tensor> tensors = reads;
     tensors.insert(tensors.end(), writes.begin(), writes.end());
     for (const auto& tensor : tensors) {
@@ -267,7 +270,7 @@ class RecordedBackend final : public c10d::Backend {
   c10::Stream stream_;  // of asynchronous collectives
   std::string communicator_;
   std::optional<Group> group_;
-  bool aborted_ = false;
+  std::atomic<bool> aborted_{false};
 };
 
 }  // namespace

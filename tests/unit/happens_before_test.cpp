@@ -269,6 +269,32 @@ TEST(Steady, NoWaitOfTheHostStandsInASteadyStep) {
                 host_wait(1)});
 }
 
+TEST(Steady, AskingAgainAndAgainIsAWaitOfTheHost) {
+  const auto query = [](uint64_t event, bool answer) {
+    return LogEntry{.kind = Logged::query, .event = event, .answer = answer};
+  };
+  const auto mm = launch("mm", kC, {}, {kAll1});
+  const StreamLog log{note(kSteadyBegins), mm, record(1, kC), query(1, false), query(1, true), note(kSteadyEnds)};
+  expect_violation(log, Rule::host_wait, 3, 4);
+  auto never = log;
+  never[4].answer = false;
+  expect_violation(never, Rule::host_wait, 3, 4);
+  // What is no work does not make it better: memory, events, other streams that wait.
+  auto with_others = log;
+  with_others.insert(with_others.begin() + 4, {allocate(2), record(2, kC), wait(2, kG), release(2)});
+  expect_violation(with_others, Rule::host_wait, 3, 8);
+  auto worked = log;
+  worked.insert(worked.begin() + 4, mm);
+  expect_clean(worked);
+  worked[4] = collective("all_reduce", kAll3, kAll3);
+  expect_clean(worked);
+  // One look, looks at several, looks at what has ended, and looks outside of a steady step.
+  expect_clean(without(log, 4));
+  expect_clean({note(kSteadyBegins), mm, record(1, kC), record(2, kC), query(1, false), query(2, false)});
+  expect_clean({note(kSteadyBegins), mm, record(1, kC), query(1, true), query(1, true)});
+  expect_clean({note(kSteadyBegins), mm, note(kSteadyEnds), record(1, kC), query(1, false), query(1, false)});
+}
+
 TEST(Steady, TheAllocatorWatchesNoStream) {
   expect_violation({allocate(1), {.kind = Logged::record_stream, .stream = kG, .block = 1}}, Rule::record_stream, 1, 1);
 }

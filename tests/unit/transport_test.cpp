@@ -158,6 +158,29 @@ TEST(Transport, AFailedWaitKeepsTheOtherResultsRight) {
   EXPECT_EQ(b[1].item<double>(), 0);
 }
 
+/// The `nth` collective does not start.
+class Refusing final : public FakeCommunicator {
+ public:
+  explicit Refusing(int nth) : FakeCommunicator(0, 2, /*prefers_groups=*/true), left_(nth) {}
+  std::shared_ptr<dtensor::Work> all_gather(const torch::Tensor& output, const torch::Tensor& input,
+                                            dtensor::OperationName name) override {
+    if (--left_ == 0) throw dtensor::CommunicationError("it does not start");
+    return FakeCommunicator::all_gather(output, input, name);
+  }
+
+ private:
+  int left_;
+};
+
+TEST(GroupedTransport, LeavesNoGroupOpenWhenAMemberDoesNotStart) {
+  const auto transport = make_transport(std::make_shared<Refusing>(2));
+  std::vector<torch::Tensor> full{torch::zeros({4}), torch::zeros({4})}, shards{torch::ones({2}), torch::ones({2})};
+  const std::vector<TensorPair> pairs{{full[0], shards[0]}, {full[1], shards[1]}};
+  EXPECT_THROW(transport->all_gather(pairs, {"all_gather"}), dtensor::CommunicationError);
+  transport->all_gather(pairs, {"all_gather"})->wait();
+  for (const auto& tensor : full) EXPECT_EQ(tensor[0].item<float>(), 1);
+}
+
 TEST(LocalTransport, SharedMemoryIsANoOpAndOtherPairsAreCopied) {
   const auto transport = make_transport(make_self_communicator());
   const auto shared = torch::ones({3}), shard = torch::full({2}, 7.f), full = torch::zeros({2});
