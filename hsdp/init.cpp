@@ -157,9 +157,10 @@ c10::Device choose_device(const BackendKind& backend, const LauncherEnv& launche
   const int64_t devices = device_count(backend.device_type);
   const int64_t index = launcher.may_bind_devices && devices == 1 ? 0 : launcher.local_rank;
   if (index >= devices) {
-    raise<ValueError>(kWhere, "local rank ", launcher.local_rank, " but ", devices, " visible ",
-                      c10::DeviceTypeName(backend.device_type),
-                      " devices, expected one device a rank; start fewer ranks on this host, or use ",
+    raise<ValueError>(kWhere, "local rank ", launcher.local_rank, " but ",
+                      devices == 0 ? "no" : std::to_string(devices), " visible ",
+                      c10::DeviceTypeName(backend.device_type), " devices, expected one device a rank; ",
+                      devices == 0 ? "compute on the host, over " : "start fewer ranks on this host, or use ",
                       backend_kinds().back()->name);
   }
   return {backend.device_type, static_cast<c10::DeviceIndex>(index)};
