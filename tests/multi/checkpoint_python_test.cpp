@@ -400,6 +400,11 @@ TEST_F(Refusal, PicklesThatRunSomething) {
   // In protocol 4 names may have dots.
   expect_refused("import", metadata(std::string("\x80\x04\x8c\x05torch\x8c\x0aSize.mkdir\x93.", 23)),
                  HasSubstr("it names torch.Size.mkdir"));
+  // Some versions of Python write an enumeration's member so; nothing else may be asked for in this way.
+  const std::string getattr =
+      "\x80\x04\x8c\x08"
+      "builtins\x8c\x07getattr\x93\x8c\x05torch\x8c\x04Size\x93\x8c\x05mkdir\x86R.";
+  expect_refused("import", metadata(getattr), HasSubstr("it asks builtins.getattr for more than a memory format"));
   EXPECT_FALSE(fs::exists(ran));
   ASSERT_EQ(exchange.check("EvilPayload"), "");
   expect_refused("import", exchange / "evil_payload",
