@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <memory>
 
-#include "dtensor/dtensor.h"
 #include "dtensor/error.h"
 #include "dtensor/graph_capture.h"
 #include "hsdp/fused_batches.h"
@@ -62,9 +61,7 @@ template void CapturedState::put_back<torch::optim::SGDParamState>(torch::optim:
 
 void CapturedState::check_not_capturing(const char* where, const char* call) const {
   for (const auto& [parameter, recorded] : parameters_) {
-    const auto* impl = dtensor::distributed_impl(recorded.parameter);
-    const auto device = (impl != nullptr ? impl->local() : recorded.parameter).device();
-    if (!dtensor::is_capturing(device)) continue;
+    if (!dtensor::is_capturing(held_part(recorded.parameter).device())) continue;
     dtensor::raise<dtensor::NotSupportedError>(where, call,
                                                " while a graph is captured, expected outside, because the "
                                                "host waits for what replays have counted");

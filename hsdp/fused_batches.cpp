@@ -15,11 +15,6 @@ namespace {
 using dtensor::distributed_impl;
 using dtensor::raise;
 
-const at::Tensor& memory_of(const at::Tensor& tensor) {
-  const auto* impl = distributed_impl(tensor);
-  return impl != nullptr ? impl->local() : tensor;
-}
-
 std::string named(const at::Tensor& parameter) {
   const auto* impl = distributed_impl(parameter);
   return impl != nullptr ? impl->describe() : c10::str("a parameter of shape ", parameter.sizes());
@@ -31,7 +26,7 @@ bool has_kernel(at::ScalarType dtype) {
 
 void check(const char* where, const at::Tensor& parameter, const at::Tensor& gradient) {
   constexpr auto hint = "; use the class of torch::optim";
-  const auto& memory = memory_of(parameter);
+  const auto& memory = held_part(parameter);
   if (!has_kernel(memory.scalar_type())) {
     raise<dtensor::NotSupportedError>(where, named(parameter), " is of dtype ", memory.scalar_type(),
                                       ", expected Float, Double, BFloat16 or Half", hint);
@@ -44,7 +39,7 @@ void check(const char* where, const at::Tensor& parameter, const at::Tensor& gra
     raise<dtensor::NotSupportedError>(where, named(parameter), " has a ", gradient.layout(),
                                       " gradient, expected a dense one", hint);
   }
-  const auto dtype = memory_of(gradient).scalar_type();
+  const auto dtype = held_part(gradient).scalar_type();
   if (dtype != memory.scalar_type()) {
     raise<dtensor::NotSupportedError>(where, named(parameter), " of dtype ", memory.scalar_type(),
                                       " has a gradient of dtype ", dtype, ", expected the same", hint);
@@ -59,13 +54,18 @@ void check(const char* where, const at::Tensor& parameter, const at::Tensor& gra
 
 }  // namespace
 
+const at::Tensor& held_part(const at::Tensor& tensor) {
+  const auto* impl = distributed_impl(tensor);
+  return impl != nullptr ? impl->local() : tensor;
+}
+
 void FusedBatch::finish_unscaling() const {
   for (const auto& [original, copy] : copied_) original.copy_(copy);
 }
 
 bool lies_like(const at::Tensor& parameter, const at::Tensor& other) {
   if (dtensor::DTensor::is_dtensor(parameter) != dtensor::DTensor::is_dtensor(other)) return false;
-  const auto &a = memory_of(parameter), &b = memory_of(other);
+  const auto &a = held_part(parameter), &b = held_part(other);
   if (a.device() != b.device() || a.scalar_type() != b.scalar_type() || !a.sizes().equals(b.sizes())) return false;
   for (int64_t dim = 0; dim < a.dim(); ++dim) {
     if (a.size(dim) > 1 && a.stride(dim) != b.stride(dim)) return false;
@@ -88,7 +88,7 @@ std::vector<FusedBatch> fused_batches(
       const auto& gradient = parameter.grad();
       if (!gradient.defined()) continue;
       check(where, parameter, gradient);
-      const auto& memory = memory_of(parameter);
+      const auto& memory = held_part(parameter);
       const bool is_fresh = fresh(group.options(), parameter);
       auto batch = std::find_if(batches.begin() + static_cast<std::ptrdiff_t>(first), batches.end(), [&](auto& each) {
         return each.fresh_ == is_fresh && each.dtype_ == memory.scalar_type() && each.device_ == memory.device();

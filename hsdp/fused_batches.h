@@ -51,6 +51,9 @@ std::vector<FusedBatch> fused_batches(
 /// it is undefined.
 at::Tensor state_like(const at::Tensor& parameter, const at::Tensor& state);
 
+/// What this rank holds of a tensor, sharded or plain.
+const at::Tensor& held_part(const at::Tensor& tensor);
+
 /// Whether the k-th element in memory of one is the k-th of the other, of the same dtype and on the same device:
 /// state_like then returns the state itself.
 bool lies_like(const at::Tensor& parameter, const at::Tensor& other);

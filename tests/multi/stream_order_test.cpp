@@ -398,6 +398,13 @@ TEST(Time, ACollectiveThatHasEndedIsNotReportedWhenItsTimeIsOver) {
             {.make_environment = false});
 }
 
+hsdp::FullySharded<ChainImpl> chain_of_units(RankContext& context) {
+  auto net = hsdp::meta_init([] { return Chain(kEven); });
+  auto model = hsdp::fully_shard(net, {.mesh = context.environment().mesh(), .units = hsdp::each("blocks.*")});
+  model.materialize(context.environment().device());
+  return model;
+}
+
 TEST(Time, ACollectiveThatNeverEndsIsReportedWithUnitBytesAndRank) {
   RunOptions options;
   options.communication_timeout = std::chrono::seconds(10);
@@ -406,9 +413,7 @@ TEST(Time, ACollectiveThatNeverEndsIsReportedWithUnitBytesAndRank) {
       2,
       [](RankContext& context) {
         const auto device = context.environment().device();
-        auto net = hsdp::meta_init([] { return Chain(kEven); });
-        auto model = hsdp::fully_shard(net, {.mesh = context.environment().mesh(), .units = hsdp::each("blocks.*")});
-        model.materialize(device);
+        auto model = chain_of_units(context);
         const auto x = torch::ones({2, 8}, device);
         model->forward(x).sum().backward();
         context.environment().barrier();
@@ -443,9 +448,7 @@ TEST(Time, ACommunicatorThatWasAbortedIsNamedWithUnitBytesAndRank) {
       2,
       [](RankContext& context) {
         const auto device = context.environment().device();
-        auto net = hsdp::meta_init([] { return Chain(kEven); });
-        auto model = hsdp::fully_shard(net, {.mesh = context.environment().mesh(), .units = hsdp::each("blocks.*")});
-        model.materialize(device);
+        auto model = chain_of_units(context);
         recorded::set_query_policy([](int64_t nth) { return nth >= 2; });
         const auto x = torch::ones({2, 8}, device);
         for (int i = 0; i < 3; ++i) model->forward(x).sum().backward();

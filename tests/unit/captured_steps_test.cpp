@@ -317,6 +317,14 @@ TEST_F(CapturedSteps, AParameterThatIsTwiceInAGroupIsCountedOnce) {
 
 // ---- who reads and writes state ----
 
+hsdp::OptimizerStates loaded_by_the_stock_class(const std::string& file) {
+  Net net;
+  torch::optim::AdamW stock(net.groups(), AdamWOptions(1));
+  std::stringstream stream(file);
+  torch::load(stock, stream);
+  return hsdp::optimizer_states({&stock}, net.names());
+}
+
 TEST_F(CapturedSteps, FilesHaveTheCountsOfReplays) {
   AdamWRun recorded(adamw()), eager(adamw());
   warm_up(recorded, eager);
@@ -324,11 +332,7 @@ TEST_F(CapturedSteps, FilesHaveTheCountsOfReplays) {
     recorded.replay(step);
     eager.step(step);
   }
-  Net net;
-  torch::optim::AdamW stock(net.groups(), AdamWOptions(1));
-  std::stringstream stream(recorded.saved());
-  torch::load(stock, stream);
-  const auto loaded = hsdp::optimizer_states({&stock}, net.names());
+  const auto loaded = loaded_by_the_stock_class(recorded.saved());
   EXPECT_EQ(loaded.at("weight").counts.at("step"), 6);
   EXPECT_EQ(loaded.at("late").counts.at("step"), 4);
 }
@@ -420,11 +424,7 @@ TEST_F(CapturedSteps, CountsOutliveTheGraph) {
     }
     run->step(5);
   }
-  Net net;
-  torch::optim::AdamW stock(net.groups(), AdamWOptions(1));
-  std::stringstream stream(recorded.saved());
-  torch::load(stock, stream);
-  EXPECT_EQ(hsdp::optimizer_states({&stock}, net.names()).at("weight").counts.at("step"), 6);
+  EXPECT_EQ(loaded_by_the_stock_class(recorded.saved()).at("weight").counts.at("step"), 6);
   expect_same(recorded, eager);
   EXPECT_EQ(recorded.host_count("weight"), 6);
 }
